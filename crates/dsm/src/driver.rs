@@ -6,9 +6,11 @@
 mod making;
 
 use std::collections::{BTreeSet, VecDeque};
+use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
-use rdmux_verbs::{CompletionQueue, MemoryRegion, RemoteBuffer, Status, WorkCompletion};
+use rdmux_verbs::{Arm, CompletionQueue, MemoryRegion, RemoteBuffer, Status, WcOpcode, WorkCompletion};
+use rdmux_wire::dsm::frame::SLOTS;
 use rdmux_wire::dsm::joining::Joining;
 use rdmux_wire::dsm::membership::Membership as MembershipMessage;
 use rdmux_wire::dsm::{MESSAGE_LEN, Message, NodeId, sync as wire_sync};
@@ -100,11 +102,22 @@ struct Pull {
     task: u64,
 }
 
+/// Queues of the completions of all links.
+#[derive(Clone, Debug)]
+pub(crate) struct Queues {
+    /// Of requests.
+    pub work: CompletionQueue,
+    /// Of bells.
+    pub bells: CompletionQueue,
+}
+
 /// State of one node.
 #[derive(Debug)]
 pub(crate) struct Driver {
     own: NodeId,
-    cq: CompletionQueue,
+    queues: Queues,
+    /// The queue of bells is armed, and no bell has come since.
+    is_armed: bool,
     peers: Vec<Peer>,
     membership: Membership,
     regions: Vec<Option<Region>>,
@@ -123,7 +136,7 @@ pub(crate) struct Driver {
 impl Driver {
     pub(crate) fn new(
         own: NodeId,
-        cq: CompletionQueue,
+        queues: Queues,
         links: Vec<Option<Link>>,
         homes: protocol::Homes,
     ) -> Driver {
@@ -134,7 +147,8 @@ impl Driver {
         });
         Driver {
             own,
-            cq,
+            queues,
+            is_armed: false,
             peers: peers.collect(),
             membership: Membership::new(own, members.iter().copied()),
             regions: Vec::new(),
@@ -198,24 +212,118 @@ impl Driver {
         self.failure.as_ref()
     }
 
-    /// Takes all completions, and carries out what follows. Returns whether there were any.
-    pub(crate) fn turn(&mut self) -> bool {
-        let mut completions = [WorkCompletion::default(); BATCH];
+    /// Takes all frames and completions, and carries out what follows. Returns whether there were any. Without `thoroughly` it takes what takes no
+    /// system call and no packet to notice.
+    pub(crate) fn turn(&mut self, thoroughly: bool) -> bool {
         let mut any = false;
-        loop {
-            let found = self.cq.poll_into(&mut completions);
-            for completion in &completions[..found] {
-                self.completed(completion);
-            }
-            if found == 0 {
-                break;
-            }
+        while self.receive() | self.poll_work() | (thoroughly && self.poll_bells()) {
             any = true;
         }
         if any {
             self.tell();
         }
+        self.settle();
         any
+    }
+
+    /// Ends a change of the state: rings the bells of nodes that may not see the frames which it has sent.
+    pub(crate) fn settle(&mut self) {
+        // Frames that were written when they were posted have their completions.
+        self.poll_work();
+        self.each_link(Link::ring);
+    }
+
+    /// Prepares for a time in which nobody takes turns, but all that comes makes the descriptor of a queue readable. Returns false if something has
+    /// come: try again.
+    pub(crate) fn rest(&mut self) -> bool {
+        self.each_link(Link::tell_sleep);
+        self.poll_work();
+        // The nodes write frames, and then look whether this one sleeps: one of the two sees the other.
+        fence(Ordering::SeqCst);
+        let arms = !self.is_armed;
+        if arms {
+            self.is_armed = true;
+            self.queues.bells.arm(Arm::Next);
+        }
+        let is_busy = self
+            .peers
+            .iter()
+            .filter_map(|peer| peer.link.as_ref())
+            .any(Link::is_busy);
+        if is_busy {
+            self.queues.work.arm(Arm::Next);
+        }
+        !self.turn(arms || is_busy)
+    }
+
+    /// Takes the frames that have come.
+    fn receive(&mut self) -> bool {
+        let mut any = false;
+        for number in 0..self.peers.len() as u32 {
+            any |= self.receive_from(number);
+        }
+        any
+    }
+
+    /// Takes the frames of a node that have come.
+    fn receive_from(&mut self, number: u32) -> bool {
+        let mut any = false;
+        // The window bounds the frames of one link, but new ones may come as these are handled.
+        for _ in 0..SLOTS {
+            let Some(link) = self.link(number) else { break };
+            match link.receive() {
+                Ok(Some(frame)) => {
+                    any = true;
+                    if let Some(message) = frame.message {
+                        self.arrived(number, message);
+                    }
+                }
+                Ok(None) => break,
+                Err(error) => {
+                    self.lose(number, error.into());
+                    break;
+                }
+            }
+        }
+        any
+    }
+
+    /// Returns whether all that this node has sent has arrived.
+    pub(crate) fn has_sent_all(&self) -> bool {
+        let mut links = self.peers.iter().filter_map(|peer| peer.link.as_ref());
+        !links.any(Link::is_sending)
+    }
+
+    /// Takes the completions of requests, if there are any without one.
+    fn poll_work(&mut self) -> bool {
+        let links = self.peers.iter().filter_map(|peer| peer.link.as_ref());
+        if !{ links }.any(Link::has_outstanding) {
+            return false;
+        }
+        let mut completions = [WorkCompletion::default(); BATCH];
+        let found = self.queues.work.poll_into(&mut completions);
+        completions[..found].iter().for_each(|it| self.completed(it));
+        found > 0
+    }
+
+    /// Takes the bells that have rung. Drives the device.
+    fn poll_bells(&mut self) -> bool {
+        let mut completions = [WorkCompletion::default(); BATCH];
+        let found = self.queues.bells.poll_into(&mut completions);
+        completions[..found].iter().for_each(|it| self.completed(it));
+        // The device's own thread rests while somebody polls: it goes on when the queue is armed.
+        self.is_armed = false;
+        found > 0
+    }
+
+    fn each_link(&mut self, f: impl Fn(&mut Link) -> Result<(), LinkError>) {
+        for number in 0..self.peers.len() as u32 {
+            if let Some(link) = self.link(number)
+                && let Err(error) = f(link)
+            {
+                self.lose(number, error.into());
+            }
+        }
     }
 
     /// Asks all nodes whether they are there, and notices those that have disconnected, or not answered for so long.
@@ -236,13 +344,7 @@ impl Driver {
     }
 
     fn tell(&mut self) {
-        for number in 0..self.peers.len() as u32 {
-            if let Some(link) = self.link(number)
-                && let Err(error) = link.tell()
-            {
-                self.lose(number, error.into());
-            }
-        }
+        self.each_link(Link::tell);
     }
 
     fn peer(&mut self, number: u32) -> Option<&mut Peer> {
@@ -262,20 +364,29 @@ impl Driver {
         let Some(link) = self.link(number) else {
             return;
         };
+        if !(id == WorkId::Bell && completion.opcode == WcOpcode::Recv) {
+            link.completed();
+        }
         let outcome = match id {
             _ if !has_succeeded => Err(LinkError::Status(completion.status)),
-            WorkId::Receive(buffer) => link.received(buffer),
-            WorkId::Send(count) => link.has_sent(count).map(|()| None),
-            WorkId::Read(_) => link.has_read().map(|()| None),
+            WorkId::Bell if completion.opcode == WcOpcode::Recv => link.has_rung(),
+            WorkId::Bell => Ok(()),
+            WorkId::Frame(count) => {
+                link.has_written(count);
+                Ok(())
+            }
+            WorkId::Read(_) => link.has_read(),
             WorkId::Probe => {
                 link.has_probed();
-                Ok(None)
+                Ok(())
+            }
+            WorkId::Word(word) => {
+                link.has_told_sleep(word);
+                Ok(())
             }
         };
-        match outcome {
-            Ok(Some(message)) => self.arrived(number, message),
-            Ok(None) => {}
-            Err(error) => self.lose(number, error.into()),
+        if let Err(error) = outcome {
+            self.lose(number, error.into());
         }
     }
 
@@ -377,17 +488,11 @@ impl Driver {
     /// Takes a fault of the program, or its wish for a right.
     pub(crate) fn fault(&mut self, number: u32, page: u32, access: Access) {
         let Some(region) = self.region(number) else { return };
-        let wanted = match access {
-            Access::Read => {
-                region.stat.read_faults += 1;
-                protocol::Access::Read
-            }
-            Access::Write => {
-                region.stat.write_faults += 1;
-                protocol::Access::Write
-            }
-        };
-        region.protocol.handle_fault(page.into(), wanted);
+        match access {
+            Access::Read => region.stat.read_faults += 1,
+            Access::Write => region.stat.write_faults += 1,
+        }
+        region.protocol.handle_fault(page.into(), access);
         self.carry_out(number);
     }
 
@@ -490,6 +595,13 @@ impl Driver {
 
     /// Ends the connection to a node, which will have to leave.
     fn lose(&mut self, number: u32, loss: Loss) {
+        if matches!(
+            loss,
+            Loss::Left | Loss::Link(LinkError::Status(_) | LinkError::Post(_))
+        ) {
+            // What it has written before counts.
+            self.receive_from(number);
+        }
         let (Some(node), Some(peer)) = (NodeId::new(number), self.peers.get_mut(number as usize)) else {
             return;
         };

@@ -30,6 +30,15 @@ pub use region::Region;
 pub use session::{Error, FaultMode, RegionOptions, Session};
 pub use thread::{LockGuard, Thread};
 
+/// Access to a unit or a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Access {
+    /// Reading.
+    Read,
+    /// Writing, and reading.
+    Write,
+}
+
 #[cfg(test)]
 #[path = "../../skip.rs"]
 mod skip;

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
 
 use rdmux_memory::AnonymousMemory;
@@ -12,15 +13,24 @@ use rdmux_verbs::{
 };
 use rdmux_wire::Malformed;
 use rdmux_wire::dsm::MESSAGE_LEN;
-use rdmux_wire::dsm::frame::{FRAME_LEN, Frame};
+use rdmux_wire::dsm::frame::{FRAME_LEN, Frame, RING_LEN, SLEEPS_AT, SLOTS};
 
-use crate::window::{RECEIVES, Slot, Window};
+use crate::window::{Slot, Window};
 
 /// Reads in flight to one node. Others wait for their completions.
-pub(crate) const READS: u32 = 32;
+const READS: u32 = 32;
+
+/// Receives for bells. Each turn takes all bells that have come.
+const BELLS: u32 = 2 * SLOTS;
+
+/// Send requests of a link: frames, as many bells, reads, a probe, and the word.
+const SENDS: u32 = 2 * SLOTS + READS + 2;
 
 /// Completions that the queue of all links must hold for one link.
-pub(crate) const COMPLETIONS: u32 = 2 * RECEIVES + READS + 1;
+pub(crate) const COMPLETIONS: u32 = BELLS + SENDS;
+
+/// Offset in the buffers of the word's value, behind one frame for each slot.
+const WORD_AT: usize = SLOTS as usize * FRAME_LEN;
 
 /// Reason why a link has no use any more.
 #[derive(Debug, thiserror::Error)]
@@ -62,68 +72,81 @@ pub enum OpenError {
     Post(#[from] PostError),
 }
 
-/// Kind of a request, with a number of the kind's own: of a receive that of its buffer, of a send the count of frames, of a read the caller's.
+/// Kind of a request, with a number of the kind's own: of a frame its count, of a read the caller's, of a word its value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WorkId {
-    Receive(u32),
-    Send(u32),
+    Bell,
+    Frame(u32),
     Read(u32),
     Probe,
+    Word(u32),
 }
 
 impl WorkId {
     /// Returns the number of a request to a node.
     fn of(self, node: u32) -> u64 {
         let (kind, number) = match self {
-            WorkId::Receive(number) => (0, number),
-            WorkId::Send(number) => (1, number),
+            WorkId::Bell => (0, 0),
+            WorkId::Frame(number) => (1, number),
             WorkId::Read(number) => (2, number),
             WorkId::Probe => (3, 0),
+            WorkId::Word(number) => (4, number),
         };
-        kind << 62 | u64::from(node & 0x3fff_ffff) << 32 | u64::from(number)
+        kind << 56 | u64::from(node & 0xff_ffff) << 32 | u64::from(number)
     }
 
     /// Returns the node and the request of a number.
     pub(crate) fn parse(wr_id: u64) -> (u32, WorkId) {
         let number = wr_id as u32;
-        let id = match wr_id >> 62 {
-            0 => WorkId::Receive(number),
-            1 => WorkId::Send(number),
+        let id = match wr_id >> 56 {
+            0 => WorkId::Bell,
+            1 => WorkId::Frame(number),
             2 => WorkId::Read(number),
-            _ => WorkId::Probe,
+            3 => WorkId::Probe,
+            _ => WorkId::Word(number),
         };
-        ((wr_id >> 32) as u32 & 0x3fff_ffff, id)
+        ((wr_id >> 32) as u32 & 0xff_ffff, id)
     }
 }
 
-/// Queue pair and buffers of a link that is not connected yet. Its receives are posted: the peer may send at once.
+/// Queue pair and memory of a link that is not connected yet. Its receives are posted: the peer may ring at once.
 #[derive(Debug)]
 pub(crate) struct Prepared {
     node: u32,
     qp: QueuePair,
     buffers_mr: MemoryRegion,
     buffers: Arc<AnonymousMemory>,
+    ring_mr: MemoryRegion,
+    ring: Arc<AnonymousMemory>,
 }
 
 impl Prepared {
-    /// Prepares the link to a node.
-    pub(crate) fn new(node: u32, pd: &ProtectionDomain, cq: &CompletionQueue) -> Result<Prepared, OpenError> {
-        let mut options = QpOptions::new(cq);
-        options.max_send_wr = RECEIVES + READS + 1;
-        options.max_recv_wr = RECEIVES;
+    /// Prepares the link to a node. Completions of bells come to one queue, all others to the other.
+    pub(crate) fn new(
+        node: u32,
+        pd: &ProtectionDomain,
+        work: &CompletionQueue,
+        bells: &CompletionQueue,
+    ) -> Result<Prepared, OpenError> {
+        let mut options = QpOptions::new(work);
+        options.recv_cq = bells.clone();
+        options.max_send_wr = SENDS;
+        options.max_recv_wr = BELLS;
         let qp = pd.create_qp(&options)?;
-        // Receives, then sends.
-        let buffers = Arc::new(AnonymousMemory::new(2 * RECEIVES as usize * FRAME_LEN)?);
+        let buffers = Arc::new(AnonymousMemory::new(WORD_AT + 4)?);
         let buffers_mr = pd.reg_mr_all(buffers.clone(), 0, Access::LOCAL_WRITE)?;
+        let ring = Arc::new(AnonymousMemory::shareable(RING_LEN)?);
+        let ring_mr = pd.reg_mr_all(ring.clone(), 0, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
         qp.init().map_err(ConnectError::Modify)?;
-        let prepared = Prepared {
+        (0..BELLS).try_for_each(|_| post_bell(node, &qp))?;
+        Ok(Prepared {
             node,
             qp,
             buffers_mr,
             buffers,
-        };
-        (0..RECEIVES).try_for_each(|index| post_receive(node, &prepared.qp, &prepared.buffers_mr, index))?;
-        Ok(prepared)
+            ring_mr,
+            ring,
+        })
     }
 
     /// Returns the queue pair, to connect it.
@@ -131,16 +154,32 @@ impl Prepared {
         &self.qp
     }
 
-    /// Makes a link of it, which is connected.
-    pub(crate) fn connected(self, connection: Connection) -> Link {
+    /// Returns the key by which the peer writes the ring.
+    pub(crate) fn ring_key(&self) -> u32 {
+        self.ring_mr.rkey().0
+    }
+
+    /// Makes a link of it, which is connected to a peer whose ring has a key.
+    pub(crate) fn connected(self, connection: Connection, peer_ring: u32) -> Link {
         Link {
             node: self.node,
             connection,
             qp: self.qp,
             buffers_mr: self.buffers_mr,
             buffers: self.buffers,
+            _ring_mr: self.ring_mr,
+            ring: self.ring,
+            peer_ring: RKey(peer_ring),
             window: Window::default(),
             waiting: VecDeque::new(),
+            posted: 0,
+            done: 0,
+            is_direct: false,
+            rung: 0,
+            owes_bell: false,
+            sleeps: 0,
+            sleep: Sleep::Unneeded,
+            outstanding: 0,
             reads: 0,
             waiting_reads: VecDeque::new(),
             probed: None,
@@ -148,9 +187,21 @@ impl Prepared {
     }
 }
 
-fn post_receive(node: u32, qp: &QueuePair, mr: &MemoryRegion, index: u32) -> Result<(), PostError> {
-    let buffer = mr.sge(u64::from(index) * FRAME_LEN as u64, FRAME_LEN as u32);
-    qp.post_recv(RecvRequest::new(WorkId::Receive(index).of(node), buffer))
+fn post_bell(node: u32, qp: &QueuePair) -> Result<(), PostError> {
+    qp.post_recv(RecvRequest::new(WorkId::Bell.of(node), SgeList::EMPTY))
+}
+
+/// State of the word that tells the peer of this node's sleep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sleep {
+    /// The peer rings the bell anyway.
+    Unneeded,
+    /// The peer may count on this node's polling.
+    Awake,
+    /// The word is being written.
+    Writing,
+    /// The peer rings the bell with its next frame.
+    Told,
 }
 
 /// The connection to another node. Messages that cannot be sent yet wait in it, in their order, and so do reads.
@@ -162,8 +213,25 @@ pub(crate) struct Link {
     qp: QueuePair,
     buffers_mr: MemoryRegion,
     buffers: Arc<AnonymousMemory>,
+    _ring_mr: MemoryRegion,
+    ring: Arc<AnonymousMemory>,
+    peer_ring: RKey,
     window: Window,
     waiting: VecDeque<[u8; MESSAGE_LEN]>,
+    /// Frames posted, and those of them that are written, modulo 2^32.
+    posted: u32,
+    done: u32,
+    /// The last frame was written when it was posted.
+    is_direct: bool,
+    /// Value of the peer's word for which the bell was rung, or from which the peer has woken.
+    rung: u32,
+    /// A frame was posted since the last look whether the bell is to be rung.
+    owes_bell: bool,
+    /// Value of this node's word at the peer.
+    sleeps: u32,
+    sleep: Sleep,
+    /// Requests without a completion so far.
+    outstanding: u32,
     reads: u32,
     waiting_reads: VecDeque<(Sge, RemoteBuffer, u32)>,
     /// Time of the question that was not answered yet.
@@ -189,10 +257,22 @@ impl Link {
             return Ok(());
         }
         self.reads += 1;
-        let request = SendRequest::read(into, from).signaled();
-        self.qp
-            .post_send(request.wr_id(WorkId::Read(number).of(self.node)))?;
-        Ok(())
+        self.post_request(SendRequest::read(into, from), WorkId::Read(number))
+    }
+
+    /// Notes the completion of a request.
+    pub(crate) fn completed(&mut self) {
+        self.outstanding -= 1;
+    }
+
+    /// Returns whether there are requests without a completion.
+    pub(crate) fn has_outstanding(&self) -> bool {
+        self.outstanding > 0
+    }
+
+    /// Returns whether messages have not arrived.
+    pub(crate) fn is_sending(&self) -> bool {
+        self.has_outstanding() || !self.waiting.is_empty()
     }
 
     /// Takes the completion of a read: the next one that waits is posted.
@@ -204,26 +284,39 @@ impl Link {
         }
     }
 
-    /// Takes the completion of a signaled frame.
-    pub(crate) fn has_sent(&mut self, count: u32) -> Result<(), LinkError> {
-        self.window.acknowledge(count);
-        self.send_waiting()
+    /// Takes the completion of a frame.
+    pub(crate) fn has_written(&mut self, count: u32) {
+        self.done = count;
     }
 
-    /// Takes a frame that has arrived in a buffer. Returns its message, as long as its reader has no other use for the link.
-    pub(crate) fn received(&mut self, buffer: u32) -> Result<Option<[u8; MESSAGE_LEN]>, LinkError> {
-        let mut bytes = [0; FRAME_LEN];
-        let at = u64::from(buffer) * FRAME_LEN as u64;
-        self.buffers
-            .read(at, &mut bytes)
-            .map_err(|_| LinkError::Buffers)?;
-        post_receive(self.node, &self.qp, &self.buffers_mr, buffer)?;
-        let frame = Frame::parse(&bytes)?;
+    /// Takes a bell.
+    pub(crate) fn has_rung(&mut self) -> Result<(), LinkError> {
+        self.wake();
+        Ok(post_bell(self.node, &self.qp)?)
+    }
+
+    /// Takes the next frame, if it has come.
+    pub(crate) fn receive(&mut self) -> Result<Option<Frame>, LinkError> {
+        let (slot, count) = self.window.next();
+        let at = slot as usize * FRAME_LEN;
+        // The count comes last, so all of the frame is there.
+        let last = self.ring.mapping().double_word(at + FRAME_LEN - 8);
+        if (last.load(Ordering::Acquire).to_le() >> 32) as u32 != count {
+            return Ok(None);
+        }
+        let frame = Frame::parse(&self.ring.mapping().load_line(at))?;
         if !self.window.handle(frame.handled) {
             return Err(LinkError::Handled);
         }
+        // The peer has woken from that sleep, and will tell before the next one.
+        if frame.sleeps.wrapping_sub(self.rung).cast_signed() > 0 {
+            self.rung = frame.sleeps;
+        }
+        if frame.is_direct && self.sleep == Sleep::Unneeded {
+            self.sleep = Sleep::Awake;
+        }
         self.send_waiting()?;
-        Ok(frame.message)
+        Ok(Some(frame))
     }
 
     /// Tells the node of the frames that were handled, if no message has done that.
@@ -232,6 +325,58 @@ impl Link {
             Some(slot) => self.post(slot, None),
             None => Ok(()),
         }
+    }
+
+    /// Rings the bell if the node may not see the frames that were posted: they are on their way, or it sleeps.
+    pub(crate) fn ring(&mut self) -> Result<(), LinkError> {
+        if !std::mem::take(&mut self.owes_bell) {
+            return Ok(());
+        }
+        self.is_direct = self.done == self.posted;
+        // The node writes its word, and then looks at its ring for the last time: one of the two sees the other.
+        fence(Ordering::SeqCst);
+        let word = u32::from_le(self.ring.mapping().load(SLEEPS_AT));
+        if self.is_direct && word != 0 && word == self.rung {
+            return Ok(());
+        }
+        self.rung = word;
+        self.post_request(SendRequest::send(SgeList::EMPTY), WorkId::Bell)
+    }
+
+    /// Tells the node that this one will not look at its ring until the bell rings, if the node would not ring it.
+    pub(crate) fn tell_sleep(&mut self) -> Result<(), LinkError> {
+        if self.sleep != Sleep::Awake {
+            return Ok(());
+        }
+        self.sleep = Sleep::Writing;
+        // 0 is the value at first: the peer then rings always.
+        self.sleeps = self.sleeps.checked_add(1).unwrap_or(1);
+        let word = self.sleeps.to_le_bytes();
+        self.buffers
+            .write(WORD_AT as u64, &word)
+            .map_err(|_| LinkError::Buffers)?;
+        let word = self.buffers_mr.sge(WORD_AT as u64, 4);
+        let request = SendRequest::write(word, self.remote(SLEEPS_AT, 4));
+        self.post_request(request, WorkId::Word(self.sleeps))
+    }
+
+    /// Notes that the peer may count on this node's polling from now on.
+    fn wake(&mut self) {
+        if matches!(self.sleep, Sleep::Writing | Sleep::Told) {
+            self.sleep = Sleep::Awake;
+        }
+    }
+
+    /// Takes the completion of the word.
+    pub(crate) fn has_told_sleep(&mut self, word: u32) {
+        if self.sleep == Sleep::Writing && word == self.sleeps {
+            self.sleep = Sleep::Told;
+        }
+    }
+
+    /// Returns whether requests are in progress whose completions matter.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.reads > 0 || self.sleep == Sleep::Writing || self.probed.is_some()
     }
 
     fn send_waiting(&mut self) -> Result<(), LinkError> {
@@ -245,17 +390,38 @@ impl Link {
     }
 
     fn post(&mut self, slot: Slot, message: Option<[u8; MESSAGE_LEN]>) -> Result<(), LinkError> {
-        let handled = slot.handled;
-        let at = u64::from(RECEIVES + slot.index) * FRAME_LEN as u64;
-        let written = self.buffers.write(at, &Frame { message, handled }.emit());
-        written.map_err(|_| LinkError::Buffers)?;
-        let request = SendRequest::send(self.buffers_mr.sge(at, FRAME_LEN as u32));
-        let request = request.wr_id(WorkId::Send(slot.count).of(self.node));
-        self.qp.post_send(match slot.is_signaled {
-            true => request.signaled(),
-            false => request,
-        })?;
-        Ok(())
+        let frame = Frame {
+            message,
+            handled: slot.handled,
+            sleeps: self.sleeps,
+            is_direct: self.is_direct,
+            count: slot.count,
+        };
+        // A node that has the frame hears that this one is awake.
+        self.wake();
+        let at = slot.index as usize * FRAME_LEN;
+        self.buffers
+            .write(at as u64, &frame.emit())
+            .map_err(|_| LinkError::Buffers)?;
+        self.posted = slot.count;
+        self.owes_bell = true;
+        let frame = self.buffers_mr.sge(at as u64, FRAME_LEN as u32);
+        let request = SendRequest::write(frame, self.remote(at, FRAME_LEN));
+        self.post_request(request, WorkId::Frame(slot.count))
+    }
+
+    /// Returns bytes of the peer's ring.
+    fn remote(&self, at: usize, len: usize) -> RemoteBuffer {
+        RemoteBuffer {
+            address: at as u64,
+            length: len as u64,
+            rkey: self.peer_ring,
+        }
+    }
+
+    fn post_request(&mut self, request: SendRequest, id: WorkId) -> Result<(), LinkError> {
+        self.outstanding += 1;
+        Ok(self.qp.post_send(request.signaled().wr_id(id.of(self.node)))?)
     }
 
     /// Asks whether the node is there, unless it has not answered the question before. Returns since when it has not. The question is a WRITE of no
@@ -268,8 +434,7 @@ impl Link {
                 length: 0,
                 rkey: RKey(0),
             };
-            let request = SendRequest::write(SgeList::EMPTY, nothing).signaled();
-            self.qp.post_send(request.wr_id(WorkId::Probe.of(self.node)))?;
+            self.post_request(SendRequest::write(SgeList::EMPTY, nothing), WorkId::Probe)?;
             return Ok(None);
         }
         Ok(self.probed)

@@ -23,17 +23,10 @@ pub use plan::{Call, Changed, plan};
 pub use table::PageState;
 pub use view::{Change, Engine, View, Wanted};
 
+pub use crate::Access;
+
 use rdmux_memory::mapping::PlaceError;
 use rustix::io::Errno;
-
-/// Access to a page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// Reading.
-    Read,
-    /// Reading and writing.
-    Write,
-}
 
 /// Reason why pages of a region cannot be had, or not changed.
 #[derive(Debug, thiserror::Error)]

@@ -51,6 +51,18 @@ mutants! {
     ReadNotAwaited,
     /// The contents of a unit that is shared are lost with the first node that had them.
     SharedLost,
+    /// A registrar makes each node that asks the home.
+    RegistrationForgotten,
+    /// A node acts as the home before it knows that it is.
+    EarlyTaken,
+    /// A request that comes before its receiver knows that it is the home is forgotten.
+    EarlyForgotten,
+    /// Requests that wait for the news of the home are kept when the registrar is gone.
+    EarlyNotRefused,
+    /// A node gets to write while others get to read.
+    WriterJoins,
+    /// A node gets to read while another one gets to write.
+    WriterJoined,
 
     // Those of synchronisation.
     /// A lock that others share is given to one for itself.

@@ -1,6 +1,6 @@
 //! The membership as this node knows it, and which messages of the others are handled when.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use rdmux_wire::dsm::NodeId;
@@ -13,21 +13,26 @@ pub struct Ahead {
     pub epoch: u64,
 }
 
-/// The other members.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+/// A node's position among the first members of the region, in the order of their numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Place(pub(crate) u32);
+
+/// The nodes of the region.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Peers {
-    own: NodeId,
+    own: Place,
     epoch: u64,
-    is_expelled: bool,
-    /// The node that has left last, and the epoch of which this node heard with it.
-    departed: Option<(u64, NodeId)>,
-    members: BTreeMap<NodeId, Peer>,
-    /// All that were members when the region began, this node included.
-    first: Arc<BTreeSet<NodeId>>,
+    /// Nodes that have left, in this order, and the epochs with which this node heard of that.
+    departed: Vec<(u64, NodeId)>,
+    /// By place.
+    peers: Vec<Peer>,
+    /// All that were members when the region began, this node included, in the order of their numbers.
+    first: Arc<[NodeId]>,
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Peer {
+    is_member: bool,
     /// Messages sent to it.
     sent: u64,
     received: Received,
@@ -42,21 +47,57 @@ struct Received {
     last: u64,
 }
 
+/// What never changes is left out.
+impl Hash for Peers {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.epoch.hash(state);
+        self.departed.hash(state);
+        self.peers.hash(state);
+    }
+}
+
+fn place(nodes: &[NodeId], node: NodeId) -> Option<Place> {
+    let index = nodes.binary_search(&node).ok()?;
+    u32::try_from(index).ok().map(Place)
+}
+
 impl Peers {
     pub(crate) fn new(own: NodeId, epoch: u64, members: &[NodeId]) -> Peers {
-        let others = members.iter().filter(|it| **it != own);
+        let mut first = [members, &[own]].concat();
+        first.sort_unstable();
+        first.dedup();
+        let peer = |_| Peer {
+            is_member: true,
+            sent: 0,
+            received: Received::default(),
+        };
         Peers {
-            own,
+            own: place(&first, own).expect("fewer than 2^32 nodes, this one among them"),
             epoch,
-            is_expelled: false,
-            departed: None,
-            members: others.map(|it| (*it, Peer::default())).collect(),
-            first: Arc::new(members.iter().copied().chain([own]).collect()),
+            departed: Vec::new(),
+            peers: first.iter().map(peer).collect(),
+            first: first.into(),
         }
     }
 
+    /// Returns the number of this node.
     pub(crate) fn own(&self) -> NodeId {
+        self.node(self.own)
+    }
+
+    /// Returns the place of this node.
+    pub(crate) fn own_place(&self) -> Place {
         self.own
+    }
+
+    /// Returns the node of a place.
+    pub(crate) fn node(&self, place: Place) -> NodeId {
+        self.first[place.0 as usize]
+    }
+
+    /// Returns the place of a node that is or was a member.
+    pub(crate) fn place(&self, node: NodeId) -> Option<Place> {
+        place(&self.first, node)
     }
 
     pub(crate) fn epoch(&self) -> u64 {
@@ -65,25 +106,29 @@ impl Peers {
 
     /// Returns whether a node, this one included, is a member.
     pub(crate) fn is_member(&self, node: NodeId) -> bool {
-        match node == self.own {
-            true => !self.is_expelled,
-            false => self.members.contains_key(&node),
-        }
+        self.place(node)
+            .is_some_and(|it| self.peers[it.0 as usize].is_member)
     }
 
     /// Returns whether a node, this one included, is or was a member.
     pub(crate) fn was_member(&self, node: NodeId) -> bool {
-        self.first.contains(&node)
+        self.place(node).is_some()
     }
 
-    /// Returns the node that has left last, and the epoch of which this node heard with it.
-    pub(crate) fn departed(&self) -> Option<(u64, NodeId)> {
-        self.departed
+    /// Returns the nodes that have left, in this order, and the epochs with which this node heard of that.
+    pub(crate) fn departed(&self) -> &[(u64, NodeId)] {
+        &self.departed
+    }
+
+    /// Returns another member.
+    fn member(&mut self, node: NodeId) -> Option<&mut Peer> {
+        let place = self.place(node).filter(|it| *it != self.own)?;
+        Some(&mut self.peers[place.0 as usize]).filter(|it| it.is_member)
     }
 
     /// Returns the number of the next message to another member.
     pub(crate) fn number(&mut self, to: NodeId) -> Option<u64> {
-        let peer = self.members.get_mut(&to)?;
+        let peer = self.member(to)?;
         peer.sent += 1;
         Some(peer.sent - 1)
     }
@@ -91,23 +136,23 @@ impl Peers {
     /// Takes note of a message by its epoch and its number, and returns whether it is to be handled. Messages of a node that is gone and duplicates
     /// are not.
     pub(crate) fn arrived(&mut self, from: NodeId, epoch: u64, sequence: u64) -> Result<bool, Ahead> {
-        let Some(peer) = self.members.get_mut(&from) else {
-            return Ok(mutant!(GoneHeard) && from != self.own && !self.is_expelled);
+        let known = self.epoch;
+        let Some(peer) = self.member(from) else {
+            return Ok(mutant!(GoneHeard) && from != self.own() && self.is_member(self.own()));
         };
-        if epoch > self.epoch && !mutant!(NewerNotHeld) {
+        if epoch > known && !mutant!(NewerNotHeld) {
             return Err(Ahead { epoch });
         }
         Ok(peer.received.is_new(sequence) || mutant!(DuplicateTaken))
     }
 
-    /// Ends the membership of nodes with a new epoch.
+    /// Ends the membership of nodes with a new epoch. For this node, its own end is that of all.
     pub(crate) fn remove(&mut self, epoch: u64, gone: &[NodeId]) {
         self.epoch = epoch;
-        self.departed = gone.last().map(|node| (epoch, *node)).or(self.departed);
-        self.members.retain(|node, _| !gone.contains(node));
-        if gone.contains(&self.own) {
-            self.is_expelled = true;
-            self.members.clear();
+        self.departed.extend(gone.iter().map(|node| (epoch, *node)));
+        let is_expelled = gone.contains(&self.own());
+        for (peer, node) in self.peers.iter_mut().zip(&*self.first) {
+            peer.is_member &= !is_expelled && !gone.contains(node);
         }
     }
 }

@@ -6,16 +6,17 @@
 //!
 //! # Protocol
 //!
-//! Each unit has a home. The home has an entry for the unit, and carries out one request at a time; the others wait there, in the order of
-//! their arrival. All messages go between the home and one other node. (A home that is itself the node sends itself the same messages, which
-//! are handled at once.) They are those of [`rdmux_wire::dsm`]:
+//! Each unit has a home ([`Homes`]). The home has an entry for the unit, and carries out one request at a time, or several to read; the others
+//! wait there, in the order of their arrival. All messages go between the home and one other node. (A home that is itself the node sends itself
+//! the same messages, which are handled at once.) They are those of [`rdmux_wire::dsm`]:
 //!
 //! 1. A node whose program lacks a right sends *Ask*.
 //! 2. The home sends *Recall* to each node whose right does not go with the request: to all others for a write, to a node that may write for a
 //!    read. Such a node protects its view, and sends *Yielded* when that is done. Its frame keeps the contents.
 //! 3. When all have yielded, the home sends *Grant*. It names a node to read the contents from, unless the frame of the node that asks has
 //!    them. If nobody else has a right, a read is granted the right to write too (the E of MESI), and a later write costs nothing.
-//! 4. The node reads the contents, changes its view, and sends *Installed*. The home begins the next request.
+//! 4. The node reads the contents, changes its view, and sends *Installed*. The home begins the next request. Reads that follow each other do not
+//!    wait for each other's Installed, unless one of them is granted the right to write.
 //!
 //! So a read, an upgrade and a cold write are one request each. A frame is read only while the home waits for Installed, in which time nobody
 //! gets a right to write it. A request between three nodes takes four messages before the read of the contents. If the owner sent the grant, it
@@ -28,6 +29,8 @@
 //! | state | event | next | output |
 //! |---|---|---|---|
 //! | right below the need, no request | fault | Asked | Ask |
+//! | the same, home not known | fault | Locating | Locate |
+//! | Locating | Home | Asked; poisoned if the home is gone | Ask; Poison |
 //! | any, request | fault | as before | none: the wake-up wakes all; who needs more faults again |
 //! | right enough | fault | as before | Wake |
 //! | no recall; no request or Asked | Recall to a right below | recall | Protect |
@@ -35,22 +38,43 @@
 //! | Asked, no recall | Grant with a source | Pulling | Pull |
 //! | Asked, no recall | Grant without source | Installing | Protect |
 //! | Asked | Refuse, or the home is gone | poisoned | Poison |
+//! | Locating | the registrar is gone | poisoned | Poison |
 //! | Pulling | the contents have landed | Installing | Protect |
 //! | Pulling | they could not be read | Asked; poisoned if the home is gone | Failed; Poison |
 //! | Installing | protected | right as granted, no request | Installed, Wake |
 //! | poisoned | fault | poisoned | Poison |
 //!
-//! A home's entry has *holders* (shared by some, exclusive to one, or lost with a node), the nodes whose frames are *fresh*, and at most one
-//! turn:
+//! A home's entry has *holders* (shared by some, exclusive to one, or lost with a node), the nodes whose frames are *fresh*, and *turns*, each a
+//! request that is carried out. There are several only if all of them are granted the right to read. Each is in a state of its own:
 //!
 //! | state | event | next |
 //! |---|---|---|
 //! | no turn | Ask | Recalling those in the way; Granting if there are none; Refuse if the unit is lost |
-//! | turn | Ask | the request waits in the queue |
+//! | all turns get to read | Ask to read, no request waits | Granting besides them |
+//! | other turns | Ask | the request waits in the queue |
 //! | Recalling | Yielded | the holder is lowered; Granting after the last one |
-//! | Granting | Installed | the holder is recorded; the next request |
-//! | Granting | Failed, the source is gone | Granting again, with another fresh source; Refuse if there is none |
+//! | Granting | Installed | the holder is recorded; the next requests |
+//! | Granting | Failed, the source is gone | Granting again, with another fresh source; if there is none, as the next row says |
+//! | to be granted again, no fresh source | others read | waits for the first Installed, then Granting; if all of them fail, Refuse |
 //! | Granting | Failed, the source is a member | as before, until the source is gone |
+//!
+//! ## Homes by first touch
+//!
+//! In such a region ([`Homes::first_touch`]) each unit has a *registrar*, which all nodes know. A node that lacks a right and does not know the home
+//! sends *Locate* to the registrar, and its Ask to the home that *Home* names. The registrar makes the first node that sends Locate the home, for
+//! good, and tells all who send it. So a node becomes the home of a unit only by its own request, and knows it when Home comes; the request of
+//! another node that has heard of it before waits until then:
+//!
+//! | the receiver of Ask | the request |
+//! |---|---|
+//! | knows that it is the home | is carried out in its turn |
+//! | does not know that | waits, and is carried out when Home names the receiver |
+//! | does not know that, and the registrar is or gets gone | is refused, by the name of the registrar: the receiver has given the unit to nobody |
+//!
+//! If another node is the home, either the registrar or the sender has lied. The receiver cannot tell, and accuses nobody.
+//!
+//! Nodes that know the home do not need the registrar any more. For the others its end is that of the unit. A home that leaves stays the home, so
+//! its units are poisoned as everywhere.
 //!
 //! ## Races
 //!
@@ -87,92 +111,51 @@
 //! not reorder at all. For one unit, the home and a node take turns, and no order of messages that are underway at once matters.
 //!
 //! A message that no correct node sends changes nothing, and the driver gets to know it ([`Action::Accuse`]).
+//!
+//! ## Memory
+//!
+//! A node stores what is not as at the beginning: copies of units that its own program has used, and entries of units that others have asked
+//! for. An entry that is as at the beginning again is removed. Storage grows by chunks of 16, a chunk does not move, and what is removed makes
+//! room for what comes, so an event allocates only if more is in use than ever before. None is given back before the node ends.
+//!
+//! | of | bytes at most |
+//! |---|---|
+//! | a copy | 80 |
+//! | an entry | 120, and if the region has more than 64 nodes, another 3/8 a node |
+//! | a request at its home | 52 |
+//! | a home that a registrar knows | 24 |
+//! | a used unit without neighbours: additionally for each of these but requests | 76 for each factor of 16 in the number of units |
+//!
+//! A node has at most two requests for a unit at its home: one that is being carried out, and one that waits. So a member
+//! that asks for all that there is makes the home of `n` units spend `n` entries and `2 n` requests, and a registrar `n` homes. If the first touch
+//! makes the home, it can ask each node for each unit, which then costs an entry and a request. What else it sends costs nothing.
 
 mod directory;
+mod homes;
+mod nodes;
 mod pages;
+mod slab;
+mod table;
 
 use std::collections::{BTreeSet, VecDeque};
-use std::num::NonZeroU64;
-use std::sync::Arc;
 
 pub use rdmux_wire::dsm::{Body, Message, NodeId, Right};
 
+pub use self::homes::{Homes, HomesError};
+pub use crate::Access;
+pub use crate::peers::Ahead;
+
 use self::directory::Directory;
 use self::pages::Pages;
-pub use crate::peers::Ahead;
-use crate::peers::Peers;
-
-/// An access that a program attempted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Access {
-    /// Read.
-    Read,
-    /// Write.
-    Write,
-}
-
+use self::table::Table;
+use crate::peers::{Peers, Place};
 impl Access {
-    /// Returns the right that the access needs.
+    /// Returns the right that a program needs for the access.
     pub fn needs(self) -> Right {
         match self {
             Access::Read => Right::Shared,
             Access::Write => Right::Exclusive,
         }
-    }
-}
-
-/// Homes of the units of a region. All nodes of a region have the same.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Homes {
-    nodes: Arc<[NodeId]>,
-    /// Units of a run of consecutive ones, which go to the nodes in turn. Without it a hash of the unit's number chooses the node.
-    run: Option<NonZeroU64>,
-}
-
-/// Units cannot be given homes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
-pub enum HomesError {
-    /// There are no nodes.
-    #[error("no nodes to be the homes of units")]
-    NoNodes,
-    /// A run has no units.
-    #[error("a run of no units")]
-    EmptyRun,
-}
-
-impl Homes {
-    /// Gives runs of `run` consecutive units to the nodes in turn.
-    ///
-    /// # Errors
-    /// There are no nodes, or a run has no units.
-    pub fn cyclic(nodes: impl Into<Arc<[NodeId]>>, run: u64) -> Result<Homes, HomesError> {
-        let run = NonZeroU64::new(run).ok_or(HomesError::EmptyRun)?;
-        Homes::new(nodes.into(), Some(run))
-    }
-
-    /// Gives each unit to the node that a hash of its number chooses.
-    ///
-    /// # Errors
-    /// There are no nodes.
-    pub fn hash(nodes: impl Into<Arc<[NodeId]>>) -> Result<Homes, HomesError> {
-        Homes::new(nodes.into(), None)
-    }
-
-    fn new(nodes: Arc<[NodeId]>, run: Option<NonZeroU64>) -> Result<Homes, HomesError> {
-        match nodes.is_empty() {
-            true => Err(HomesError::NoNodes),
-            false => Ok(Homes { nodes, run }),
-        }
-    }
-
-    /// Returns the home of a unit.
-    pub fn of(&self, unit: u64) -> NodeId {
-        let turn = match self.run {
-            Some(run) => unit / run,
-            // The multiplier is 2^64 divided by the golden ratio; the upper half depends on all bits.
-            None => unit.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32,
-        };
-        self.nodes[(turn % self.nodes.len() as u64) as usize]
     }
 }
 
@@ -279,7 +262,7 @@ impl Output {
 /// One node's part of a region: its copies, and the entries of the units whose home it is.
 ///
 /// Each `handle_` method takes an event; afterwards the driver takes actions from [`Node::poll_action`] until there is none. Nothing here waits,
-/// and nothing grows but by units that are used.
+/// and memory grows only by units that are used.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Node {
     region: u32,
@@ -287,6 +270,8 @@ pub struct Node {
     peers: Peers,
     pages: Pages,
     directory: Directory,
+    /// Homes of the units whose registrar this node is.
+    registered: Table<Place>,
     out: Output,
 }
 
@@ -297,8 +282,9 @@ impl Node {
             region: settings.region,
             units: settings.units,
             peers: Peers::new(own, settings.epoch, &settings.members),
-            pages: Pages::new(settings.homes.clone()),
-            directory: Directory::default(),
+            pages: Pages::new(settings.homes.clone(), settings.units),
+            directory: Directory::new(settings.units),
+            registered: Table::new(settings.units),
             out: Output::default(),
         }
     }
@@ -354,9 +340,10 @@ impl Node {
         self.pages.gone(&self.peers, &mut self.out);
         let own = self.peers.own();
         if self.peers.is_member(own) {
-            self.directory.gone(gone, own, &mut self.out);
+            self.directory
+                .gone(gone, self.pages.homes(), &self.peers, &mut self.out);
         } else {
-            self.directory = Directory::default();
+            self.directory = Directory::new(self.units);
         }
         self.settle();
     }
@@ -381,6 +368,11 @@ impl Node {
         self.peers.is_member(node)
     }
 
+    /// Returns the home of a unit. If the first use makes the home, this node knows it when the registrar has answered its first request.
+    pub fn home(&self, unit: u64) -> Option<NodeId> {
+        self.pages.home(unit)
+    }
+
     /// Returns the right of this node's copy. While [`Action::Protect`] is in progress it is the one before.
     pub fn right(&self, unit: u64) -> Right {
         self.pages.right(unit)
@@ -391,20 +383,20 @@ impl Node {
         self.pages.is_awaited(unit)
     }
 
-    /// Returns the nodes whose messages, or whose end, the request waits for that this node carries out as the unit's home. A node that stays among
+    /// Returns the nodes whose messages, or whose end, the requests wait for that this node carries out as the unit's home. A node that stays among
     /// them longer than the driver allows for, such as its lease, is to be expelled. Empty if there is no such request.
     pub fn waits_for(&self, unit: u64) -> impl Iterator<Item = NodeId> {
-        self.directory.waits_for(unit)
+        self.directory.waits_for(unit, &self.peers)
     }
 
     /// Returns the nodes that have a right to a unit, or are being granted one, as its home has recorded them. Empty if this node is not its home.
     pub fn holders(&self, unit: u64) -> BTreeSet<NodeId> {
-        self.directory.holders(unit)
+        self.directory.holders(unit, &self.peers)
     }
 
     /// Returns the node with which a unit was lost, if this node is its home.
     pub fn lost(&self, unit: u64) -> Option<NodeId> {
-        self.directory.lost(unit)
+        self.directory.lost(unit, &self.peers)
     }
 
     fn dispatch(&mut self, from: NodeId, message: &Message) -> Result<(), Violation> {
@@ -419,34 +411,65 @@ impl Node {
             peers,
             pages,
             directory,
+            registered,
             out,
             ..
         } = self;
         let (home, own) = (pages.home(unit), peers.own());
-        let is_for_home = matches!(
-            body,
-            Body::Ask(_) | Body::Yielded | Body::Installed | Body::Failed
-        );
-        if home != if is_for_home { own } else { from } {
+        let registrar = pages.homes().of(unit);
+        // A node may hear of a home before that hears of itself.
+        let is_early = pages.homes().is_first_touch() && home != Some(own);
+        let is_late = is_early && !peers.is_member(registrar);
+        let is_right = match body {
+            Body::Ask(_) => is_early || home == Some(own),
+            Body::Yielded | Body::Installed | Body::Failed => home == Some(own),
+            Body::Recall(_) | Body::Grant { .. } | Body::Refuse(_) => home == Some(from),
+            Body::Locate => pages.homes().is_first_touch() && registrar == own,
+            Body::Home(_) => pages.homes().is_first_touch() && registrar == from,
+        };
+        if !is_right {
             return Err(Violation::NotHome);
         }
         let is_wrong = match body {
+            Body::Home(node) => !peers.was_member(node),
             Body::Grant { source, .. } => source.is_some_and(|it| !peers.was_member(it)),
             // The home has heard of no newer epoch than this node.
             Body::Refuse(node) => !peers.was_member(node) || peers.is_member(node),
             _ => false,
         };
-        if is_wrong {
+        let Some(place) = peers.place(from).filter(|_| !is_wrong) else {
             return Err(Violation::WrongNode);
-        }
+        };
         match body {
-            Body::Ask(right) => directory.ask(unit, (from, request), right, home, out),
-            Body::Yielded => directory.yielded(unit, from, out),
-            Body::Installed => directory.installed(unit, (from, request), out),
-            Body::Failed => directory.failed(unit, (from, request), peers, out),
+            Body::Ask(right) => {
+                let registrar = peers.place(registrar).filter(|_| is_late);
+                match registrar {
+                    Some(it) => directory.ask_late(unit, (place, request), right, it, (peers, out)),
+                    None if is_early => directory.ask_early(unit, (place, request), right, (peers, out)),
+                    None => directory.ask(unit, (place, request), right, (peers, out)),
+                }
+            }
+            Body::Yielded => directory.yielded(unit, place, (peers, out)),
+            Body::Installed => directory.installed(unit, (place, request), (peers, out)),
+            Body::Failed => directory.failed(unit, (place, request), (peers, out)),
             Body::Recall(right) => pages.recall(unit, request, right, out),
             Body::Grant { right, source } => pages.grant(unit, request, (right, source), peers, out),
             Body::Refuse(node) => pages.refuse(unit, request, node, out),
+            Body::Locate => {
+                let mut home = *registered.get_or_insert(unit, || place);
+                if mutant!(RegistrationForgotten) {
+                    home = place;
+                }
+                out.post(from, unit, request, Body::Home(peers.node(home)));
+                Ok(())
+            }
+            Body::Home(node) => {
+                pages.located(unit, request, node, peers, out)?;
+                if node == own {
+                    directory.confirm(unit, (peers, out));
+                }
+                Ok(())
+            }
         }
     }
 

@@ -6,20 +6,22 @@ mod service;
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::convert::Infallible;
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rdmux_runtime::Waiting;
 use rdmux_verbs::provider::Waker;
-use rdmux_verbs::{CompletionQueue, Fault, ProtectionDomain};
+use rdmux_verbs::{Fault, ProtectionDomain};
 use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::joining::{Joining, Step};
 
 pub use self::error::Error;
 use crate::cluster::Cluster;
-use crate::driver::{Answer, Driver, Offer, REGIONS_MAX};
+use crate::driver::{Answer, Driver, Offer, Queues, REGIONS_MAX};
 use crate::memory::userfault::{Abilities, Delivery, Options, Writes};
 use crate::memory::{self, Access, Costs, Engine, View};
 use crate::protocol::{Homes, Settings};
@@ -30,6 +32,12 @@ use crate::thread::Thread;
 
 /// Longest sleep of a waiting thread before it looks at the connections.
 const LOOK: Duration = Duration::from_millis(100);
+
+/// Turns of a waiting thread, of which the last one drives the device.
+const TURNS: u32 = 16;
+
+/// Tries of a thread to leave the turns to nobody before it wakes the service thread.
+const RESTS: u32 = 4;
 
 /// Addresses that are tried for a region before it is given up.
 const ATTEMPTS: u32 = 16;
@@ -103,9 +111,11 @@ pub struct Session {
 #[derive(Debug)]
 pub(crate) struct Shared {
     driver: Mutex<Driver>,
+    /// Threads of the program that take turns at the driver.
+    pollers: AtomicU32,
     /// Notified when [`Driver::changes`] has grown, if threads sleep.
     changed: Condvar,
-    cq: CompletionQueue,
+    queues: Queues,
     waker: Waker,
     stops: AtomicBool,
     /// A node that does not answer for so long has to leave.
@@ -122,11 +132,12 @@ impl Session {
     pub fn join(cluster: Cluster, timeout: Duration) -> Result<Session, Error> {
         let joined = join::join(&cluster, timeout)?;
         let homes = Homes::hash(cluster.nodes().collect::<Vec<_>>())?;
-        let driver = Driver::new(cluster.own(), joined.cq.clone(), joined.links, homes);
+        let driver = Driver::new(cluster.own(), joined.queues.clone(), joined.links, homes);
         let shared = Arc::new(Shared {
             driver: Mutex::new(driver),
+            pollers: AtomicU32::new(0),
             changed: Condvar::new(),
-            cq: joined.cq,
+            queues: joined.queues,
             waker: Waker::new()?,
             stops: AtomicBool::new(false),
             lease: cluster.lease,
@@ -201,6 +212,12 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
+        let deadline = Instant::now() + self.cluster.lease;
+        let sent = |driver: &mut Driver| driver.has_sent_all() || Instant::now() >= deadline;
+        // A node that waits for something of this one's last messages gets it.
+        let _ = self
+            .shared
+            .wait(|driver| Ok::<_, Infallible>(sent(driver).then_some(())));
         self.shared.stops.store(true, Ordering::Release);
         self.shared.waker.wake();
         if let Some(service) = self.service.take() {
@@ -392,6 +409,40 @@ fn check(driver: &Driver) -> Result<(), Error> {
     }
 }
 
+/// The driver, held by this thread. At the end, its frames are on their way.
+pub(crate) struct Driving<'a>(Option<MutexGuard<'a, Driver>>);
+
+impl<'a> Driving<'a> {
+    /// Ends the change of the driver, and returns it as it is held.
+    fn release(mut self) -> Option<MutexGuard<'a, Driver>> {
+        let mut driver = self.0.take()?;
+        driver.settle();
+        Some(driver)
+    }
+}
+
+impl Deref for Driving<'_> {
+    type Target = Driver;
+
+    fn deref(&self) -> &Driver {
+        self.0.as_ref().expect("it is held until `release` or the end")
+    }
+}
+
+impl DerefMut for Driving<'_> {
+    fn deref_mut(&mut self) -> &mut Driver {
+        self.0.as_mut().expect("it is held until `release` or the end")
+    }
+}
+
+impl Drop for Driving<'_> {
+    fn drop(&mut self) {
+        if let Some(driver) = &mut self.0 {
+            driver.settle();
+        }
+    }
+}
+
 thread_local! {
     /// The waiting policy of this thread.
     static WAITING: RefCell<Option<Waiting>> = const { RefCell::new(None) };
@@ -399,8 +450,13 @@ thread_local! {
 
 impl Shared {
     /// Holds the driver. A thread that does so touches no view.
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Driver> {
-        self.driver.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn lock(&self) -> Driving<'_> {
+        Driving(Some(self.driver.lock().unwrap_or_else(PoisonError::into_inner)))
+    }
+
+    /// Returns whether a thread of the program takes turns at the driver.
+    fn is_polled(&self) -> bool {
+        self.pollers.load(Ordering::Relaxed) > 0
     }
 
     /// Waits until `done` returns a result or an error, and drives meanwhile.
@@ -413,23 +469,33 @@ impl Shared {
         let waiting = WAITING.try_with(RefCell::take).ok().flatten();
         let mut waiting = waiting.unwrap_or_else(|| Waiting::new(None));
         let mut has_slept = false;
-        let result = loop {
-            let mut driver = self.lock();
-            if driver.turn() {
-                self.changed.notify_all();
-            }
-            if let Some(result) = done(&mut driver).transpose() {
-                break result;
+        self.pollers.fetch_add(1, Ordering::Relaxed);
+        let result = 'wait: loop {
+            for turn in 1..=TURNS {
+                let mut driver = self.lock();
+                if driver.turn(turn == TURNS) {
+                    self.changed.notify_all();
+                }
+                if let Some(result) = done(&mut driver).transpose() {
+                    self.stop_polling(&mut driver);
+                    break 'wait result;
+                }
+                drop(driver);
+                std::hint::spin_loop();
             }
             if waiting.pause(began) {
                 continue;
             }
             has_slept = true;
+            let mut driver = self.lock();
             // The service thread drives now.
+            self.stop_polling(&mut driver);
             let changes = driver.changes();
             let is_as_before = |driver: &mut Driver| driver.changes() == changes;
-            let waited = self.changed.wait_timeout_while(driver, LOOK, is_as_before);
-            drop(waited);
+            if let Some(driver) = driver.release() {
+                drop(self.changed.wait_timeout_while(driver, LOOK, is_as_before));
+            }
+            self.pollers.fetch_add(1, Ordering::Relaxed);
         };
         match has_slept {
             true => waiting.slept(began, true),
@@ -437,6 +503,20 @@ impl Shared {
         }
         let _ = WAITING.try_with(|kept| kept.replace(Some(waiting)));
         result
+    }
+
+    /// Ends the turns of a thread of the program. The service thread follows if it was the last one.
+    fn stop_polling(&self, driver: &mut Driver) {
+        if self.pollers.fetch_sub(1, Ordering::Relaxed) > 1 {
+            return;
+        }
+        for _ in 0..RESTS {
+            if driver.rest() {
+                return;
+            }
+            self.changed.notify_all();
+        }
+        self.waker.wake();
     }
 
     /// Waits until this node has a right to a page.

@@ -32,7 +32,7 @@
 //!   beginning. So a barrier that is first used after a node has left is refused. (To go on without the node, a later version can let programs say
 //!   whose departure they have taken note of.)
 //! - Waits for conditions end, with its name, as it may have been the one to signal. A thread that did not wait then, and was told by no other
-//!   call, learns it from its next wait.
+//!   call, learns it from its next wait. So no thread waits for a signal of a node that has left, unless it was told so.
 //! - Objects whose *home* it was are gone: all calls end with its name.
 //! - A signal that a thread of the node had got is lost.
 //! - A node that is told that it is gone itself ends all calls with its own name.

@@ -8,10 +8,11 @@ mod world;
 use rdmux_dsm::mutant::Mutant;
 use world::model::{SMALL, Worlds};
 
+const TOUCHES: &str = "3 nodes, 1 unit, first touches, crash";
 const TWO_NODES: &str = "2 nodes, 1 unit, 1 access, expulsion";
 
 /// The smallest set in which each defect of the coherence protocol breaks a rule.
-const CAUGHT: [(Mutant, &str); 22] = [
+const CAUGHT: [(Mutant, &str); 28] = [
     (Mutant::RecallNotAwaited, TWO_NODES),
     (Mutant::YieldedEarly, TWO_NODES),
     (Mutant::OneSharerRecalled, "3 nodes, 1 unit, 1 access"),
@@ -43,6 +44,12 @@ const CAUGHT: [(Mutant, &str); 22] = [
     (Mutant::FailureForgotten, TWO_NODES),
     (Mutant::ReadNotAwaited, "4 nodes, 1 unit, 2 crashes"),
     (Mutant::SharedLost, TWO_NODES),
+    (Mutant::RegistrationForgotten, TOUCHES),
+    (Mutant::EarlyTaken, TOUCHES),
+    (Mutant::EarlyForgotten, TOUCHES),
+    (Mutant::EarlyNotRefused, TOUCHES),
+    (Mutant::WriterJoins, "3 nodes, 1 unit, 1 access"),
+    (Mutant::WriterJoined, TWO_NODES),
 ];
 
 const LOCK: &str = "lock, 2 nodes, crash";

@@ -11,10 +11,14 @@ const fn id(number: u32) -> NodeId {
 
 /// Makes node 0, of the members 0, 1 and 2. Node 0 is the home of unit 0, node 1 that of unit 1.
 fn node() -> Node {
+    node_with(Homes::cyclic([id(0), id(1)], 1).unwrap())
+}
+
+fn node_with(homes: Homes) -> Node {
     let settings = Settings {
         region: 7,
         units: 2,
-        homes: Homes::cyclic([id(0), id(1)], 1).unwrap(),
+        homes,
         epoch: 0,
         members: (0..3).map(id).collect(),
     };
@@ -123,6 +127,21 @@ fn homes__need_a_node_and_a_unit_of_a_run() {
 }
 
 #[test]
+fn homes__by_name_have_each_unit_in_one_range() {
+    let explicit = |ranges: &[(u64, u32)]| {
+        let ranges = ranges.iter().map(|(first, node)| (*first, id(*node)));
+        Homes::explicit(ranges.collect::<Vec<_>>())
+    };
+    assert_eq!(explicit(&[]), Err(HomesError::NoNodes));
+    assert_eq!(explicit(&[(1, 0)]), Err(HomesError::Uncovered(1)));
+    assert_eq!(explicit(&[(0, 0), (5, 1), (5, 2)]), Err(HomesError::Unsorted(5)));
+    assert_eq!(explicit(&[(0, 0), (5, 1), (4, 2)]), Err(HomesError::Unsorted(4)));
+    let homes = explicit(&[(0, 7), (5, 1), (6, 7)]).unwrap();
+    let units = [0, 4, 5, 6, u64::MAX];
+    assert_eq!(units.map(|unit| homes.of(unit).number()), [7, 7, 1, 7, 7]);
+}
+
+#[test]
 fn waits_for__names_the_nodes_that_have_not_answered() {
     let mut node = node();
     let waits_for = |node: &Node| -> Vec<u32> { node.waits_for(0).map(NodeId::number).collect() };
@@ -149,6 +168,172 @@ fn waits_for__names_the_nodes_that_have_not_answered() {
     // Node 2 cannot read from node 1.
     take(&mut node, 2, 5, Body::Failed);
     assert_eq!(waits_for(&node), [1]);
+}
+
+/// Has node 0, the home of unit 0, take messages, in turn with their numbers from their senders. Returns what it sends for the last one.
+fn take(node: &mut Node, messages: &[(u32, Body)]) -> Vec<(u32, Body)> {
+    let mut numbers = [0; 5];
+    let mut last = vec![];
+    for (from, body) in messages {
+        let sequence = &mut numbers[*from as usize];
+        node.handle_message(id(*from), &message(*sequence, 0, *body))
+            .unwrap();
+        *sequence += 1;
+        last = sent(node);
+    }
+    last
+}
+
+const READ: Body = Body::Ask(Right::Shared);
+const WRITE: Body = Body::Ask(Right::Exclusive);
+
+fn grant(from: u32) -> Body {
+    let (right, source) = (Right::Shared, Some(id(from)));
+    Body::Grant { right, source }
+}
+
+/// Makes node 0, of 5 members. Node 1 has written unit 0, and the nodes 2 and 3 are getting to read it from there.
+fn two_readers() -> Node {
+    let settings = Settings {
+        region: 7,
+        units: 1,
+        homes: Homes::hash([id(0)]).unwrap(),
+        epoch: 0,
+        members: (0..5).map(id).collect(),
+    };
+    let mut node = Node::new(id(0), &settings);
+    let before = [(1, WRITE), (1, Body::Installed), (2, READ), (1, Body::Yielded)];
+    assert_eq!(take(&mut node, &before), [(2, grant(1))]);
+    let ask = message(0, 0, READ);
+    node.handle_message(id(3), &ask).unwrap();
+    assert_eq!(sent(&mut node), [(3, grant(1))]);
+    assert_eq!(node.waits_for(0).collect::<Vec<_>>(), [id(2), id(3)]);
+    node
+}
+
+/// Hands a message to a node, and returns what it sends.
+fn answers(node: &mut Node, (from, sequence): (u32, u64), body: Body) -> Vec<(u32, Body)> {
+    let epoch = node.epoch();
+    let message = Message {
+        epoch,
+        ..message(sequence, 0, body)
+    };
+    node.handle_message(id(from), &message).unwrap();
+    sent(node)
+}
+
+#[test]
+fn handle_message__that_asks_to_read_does_not_wait_for_other_reads() {
+    let mut node = two_readers();
+    // A write waits for all, and a read behind it for the write.
+    assert_eq!(answers(&mut node, (4, 0), WRITE), []);
+    assert_eq!(answers(&mut node, (1, 3), READ), []);
+    assert_eq!(answers(&mut node, (3, 1), Body::Installed), []);
+    let recall = |to| (to, Body::Recall(Right::Invalid));
+    assert_eq!(answers(&mut node, (2, 1), Body::Installed), [1, 2, 3].map(recall));
+}
+
+/// Node 1 leaves while both read from it.
+#[test]
+fn handle_message__that_a_read_failed_waits_for_another_read_of_the_same_contents() {
+    let mut node = two_readers();
+    node.handle_gone(1, &[id(1)]);
+    assert_eq!(answers(&mut node, (2, 1), Body::Failed), []);
+    assert_eq!(node.waits_for(0).collect::<Vec<_>>(), [id(3)]);
+    assert_eq!(answers(&mut node, (3, 1), Body::Installed), [(2, grant(3))]);
+    assert_eq!(node.lost(0), None);
+}
+
+#[test]
+fn handle_message__that_the_last_read_failed_has_all_refused() {
+    let mut node = two_readers();
+    node.handle_gone(1, &[id(1)]);
+    assert_eq!(answers(&mut node, (2, 1), Body::Failed), []);
+    let refuse = |to| (to, Body::Refuse(id(1)));
+    assert_eq!(answers(&mut node, (3, 1), Body::Failed), [2, 3].map(refuse));
+    assert_eq!(node.lost(0), Some(id(1)));
+}
+
+/// Makes node 0 as in [`node`], where the first touch makes the home and node 1 is the registrar. Its program has touched unit 0, and node 2 asks for
+/// it.
+fn toucher() -> Node {
+    let mut node = node_with(Homes::first_touch([id(1)]).unwrap());
+    node.handle_fault(0, Access::Write);
+    let sent = actions(&mut node);
+    assert!(
+        matches!(&sent[..], [Action::Send { to, message }] if *to == id(1) && message.body == Body::Locate)
+    );
+    let ask = message(0, 0, Body::Ask(Right::Shared));
+    node.handle_message(id(2), &ask).unwrap();
+    assert_eq!(actions(&mut node), []);
+    assert_eq!(node.home(0), None);
+    node
+}
+
+/// Returns the messages that a node sends.
+fn sent(node: &mut Node) -> Vec<(u32, Body)> {
+    let actions = actions(node).into_iter();
+    let message = |it| match it {
+        Action::Send { to, message } => Some((to.number(), message.body)),
+        _ => None,
+    };
+    actions.filter_map(message).collect()
+}
+
+#[test]
+fn handle_message__that_asks_early_is_answered_when_the_home_is_known() {
+    let mut node = toucher();
+    node.handle_message(id(1), &message(0, 0, Body::Home(id(0))))
+        .unwrap();
+    assert_eq!(node.home(0), Some(id(0)));
+    let (right, source) = (Right::Exclusive, Some(id(0)));
+    assert_eq!(sent(&mut node), [(2, Body::Grant { right, source })]);
+    assert_eq!(node.waits_for(0).collect::<Vec<_>>(), [id(2)]);
+}
+
+/// The registrar has told node 2 another home than node 0.
+#[test]
+fn handle_message__that_asks_a_node_that_is_not_the_home_waits_for_the_end_of_the_registrar() {
+    let mut node = toucher();
+    node.handle_message(id(1), &message(0, 0, Body::Home(id(1))))
+        .unwrap();
+    assert_eq!(sent(&mut node), [(1, Body::Ask(Right::Exclusive))]);
+    // A second answer, which would make the node the home, too.
+    node.handle_message(id(1), &message(1, 0, Body::Home(id(0))))
+        .unwrap();
+    assert!(matches!(actions(&mut node)[..], [Action::Accuse { node, .. }] if node == id(1)));
+    assert_eq!(node.home(0), Some(id(1)));
+    node.handle_gone(1, &[id(1)]);
+    assert_eq!(sent(&mut node), [(2, Body::Refuse(id(1)))]);
+}
+
+#[test]
+fn handle_message__that_asks_early_or_late_is_refused_if_the_registrar_is_gone() {
+    let mut node = toucher();
+    node.handle_gone(1, &[id(1)]);
+    let refuse = (2, Body::Refuse(id(1)));
+    let all = actions(&mut node);
+    let (unit, lost) = (0, id(1));
+    assert!(all.contains(&Action::Poison { unit, node: lost }), "{all:?}");
+    let refused =
+        |it: &Action| matches!(it, Action::Send { to, message } if (to.number(), message.body) == refuse);
+    assert!(all.iter().any(refused), "{all:?}");
+    let late = message(1, 0, Body::Ask(Right::Exclusive));
+    node.handle_message(id(2), &late).unwrap();
+    assert_eq!(sent(&mut node), [refuse]);
+}
+
+/// Node 0 is the registrar.
+#[test]
+fn handle_message__that_locates_gets_the_first_that_did() {
+    let mut node = node_with(Homes::first_touch([id(0)]).unwrap());
+    for from in [2, 1] {
+        node.handle_message(id(from), &message(0, 1, Body::Locate))
+            .unwrap();
+        assert_eq!(sent(&mut node), [(from, Body::Home(id(2)))]);
+    }
+    node.handle_fault(1, Access::Read);
+    assert_eq!(sent(&mut node), [(2, Body::Ask(Right::Shared))]);
 }
 
 /// Node 2 reads the only contents from node 1, and both leave in one epoch.

@@ -80,7 +80,8 @@ fn run(seed: u64) -> (usize, usize) {
         reorders: below(dice, 2) == 1,
         hostile: None,
     };
-    let mut world = World::new(&threads, &homes, mishaps, u8::MAX);
+    let is_first_touch = below(dice, 2) == 1;
+    let mut world = World::new(&threads, (&homes, is_first_touch), mishaps, u8::MAX);
     let mut versions = Versions::default();
     let (mut steps, mut accesses) = (vec![], 0);
     for count in 0.. {
@@ -120,7 +121,7 @@ fn body(dice: &mut ChaCha8Rng) -> Body {
     // The last one never was a member.
     let node = id(below(dice, NODES + 1));
     let right = [Right::Shared, Right::Exclusive][below(dice, 2)];
-    match below(dice, 8) {
+    match below(dice, 10) {
         0 => Body::Ask(right),
         1 => Body::Recall([Right::Invalid, Right::Shared][below(dice, 2)]),
         2 => Body::Yielded,
@@ -131,6 +132,8 @@ fn body(dice: &mut ChaCha8Rng) -> Body {
         },
         5 => Body::Installed,
         6 => Body::Failed,
+        7 => Body::Locate,
+        8 => Body::Home(node),
         _ => Body::Refuse(node),
     }
 }
@@ -156,7 +159,8 @@ fn run_with_hostile(seed: u64) -> usize {
         hostile: Some(HOSTILE),
         ..Mishaps::default()
     };
-    let mut world = World::new(&threads, &homes, mishaps, 20);
+    let is_first_touch = below(dice, 2) == 1;
+    let mut world = World::new(&threads, (&homes, is_first_touch), mishaps, 20);
     let mut steps = vec![];
     for count in 0.. {
         steps.clear();
@@ -165,7 +169,7 @@ fn run_with_hostile(seed: u64) -> usize {
             world.expel(HOSTILE);
         } else if count < 2000 && (steps.is_empty() || below(dice, 4) == 0) {
             let (to, body) = (below(dice, NODES - 1), body(dice));
-            let units = if matches!(body, Body::Ask(_)) {
+            let units = if matches!(body, Body::Ask(_) | Body::Locate) {
                 asked
             } else {
                 units

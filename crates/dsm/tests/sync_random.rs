@@ -70,6 +70,7 @@ fn add_round(dice: &mut ChaCha8Rng, round: usize, programs: &mut [Vec<Act>]) {
                 flag,
                 condition,
                 lock,
+                setter: setter % NODES,
             };
             acts.extend(section(lock, Mode::Exclusive, &[until]));
         }

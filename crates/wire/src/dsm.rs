@@ -1,8 +1,9 @@
 //! Messages of the distributed shared memory: how the nodes of a region agree on who may access which unit.
 //!
 //! A *unit* is what nodes share as a whole: a page, or a group of pages. Each unit has a *home*, the node that decides about it. Messages go
-//! between the home and another node; the contents of a unit travel as RDMA READ, and have no message. Each message has [`MESSAGE_LEN`]
-//! bytes. Numbers are little-endian. [`frame`] has what a message is sent in, and [`joining`] the messages before any of these.
+//! between the home, or the node that knows it (the *registrar*), and another node; the contents of a unit travel as RDMA READ, and have no
+//! message. Each message has [`MESSAGE_LEN`] bytes. Numbers are little-endian. [`frame`] has what a message is sent in, and [`joining`] the
+//! messages before any of these.
 //!
 //! | bytes | field |
 //! |---|---|
@@ -14,7 +15,7 @@
 //! | 16..24 | sequence: number of messages from this sender to this receiver before this one |
 //! | 24..32 | request: the number that the node which asks has given to its Ask; all messages that it causes repeat it |
 //! | 32..40 | unit |
-//! | 40..44 | a node plus 1, of kind 4 (0 if there is none) and kind 7; otherwise 0 |
+//! | 40..44 | a node plus 1, of kind 4 (0 if there is none), 7 and 9; otherwise 0 |
 //! | 44..48 | 0 |
 //!
 //! | kind | from | meaning |
@@ -26,6 +27,8 @@
 //! | 5 Installed | node | the answer to Grant: it has the right |
 //! | 6 Failed | node | the answer to Grant: the unit could not be read from the node |
 //! | 7 Refuse | home | the unit was lost with the node |
+//! | 8 Locate | node | it wants to know the home, and to be it if there is none (to the unit's registrar, of regions with homes by first touch) |
+//! | 9 Home | registrar | the answer to Locate: the node is the home |
 //!
 //! Kinds from 32 on are those of [`sync`], whose messages are as long.
 
@@ -97,6 +100,10 @@ pub enum Body {
     Failed,
     /// The contents were lost with this node.
     Refuse(NodeId),
+    /// The sender wants to know the unit's home, and is it from now on if there is none.
+    Locate,
+    /// The unit's home is this node.
+    Home(NodeId),
 }
 
 /// A message.
@@ -169,6 +176,8 @@ impl Body {
             (5, Right::Invalid, None) => Body::Installed,
             (6, Right::Invalid, None) => Body::Failed,
             (7, Right::Invalid, Some(node)) => Body::Refuse(node),
+            (8, Right::Invalid, None) => Body::Locate,
+            (9, Right::Invalid, Some(node)) => Body::Home(node),
             _ => return undefined("kind, right and node of a message", kind.into()),
         };
         Ok(body)
@@ -183,6 +192,8 @@ impl Body {
             Body::Installed => (5, Right::Invalid, None),
             Body::Failed => (6, Right::Invalid, None),
             Body::Refuse(node) => (7, Right::Invalid, Some(node)),
+            Body::Locate => (8, Right::Invalid, None),
+            Body::Home(node) => (9, Right::Invalid, Some(node)),
         }
     }
 }
@@ -197,7 +208,7 @@ mod tests {
 
     const NODE: NodeId = NodeId(0x0a0b_0c0d);
 
-    const BODIES: [Body; 12] = [
+    const BODIES: [Body; 14] = [
         Body::Ask(Right::Shared),
         Body::Ask(Right::Exclusive),
         Body::Recall(Right::Invalid),
@@ -210,6 +221,8 @@ mod tests {
         Body::Installed,
         Body::Failed,
         Body::Refuse(NODE),
+        Body::Locate,
+        Body::Home(NODE),
     ];
 
     const fn grant(right: Right, source: Option<NodeId>) -> Body {

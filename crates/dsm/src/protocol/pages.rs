@@ -1,16 +1,18 @@
 //! The copies of units that this node has: the side of the protocol that asks, yields and installs.
 
-use std::collections::BTreeMap;
+use std::hash::{Hash, Hasher};
 
 use rdmux_wire::dsm::{Body, NodeId, Right};
 
+use super::table::Table;
 use super::{Action, Homes, Output, Violation};
 use crate::peers::Peers;
 
-/// The copies, by unit. One that was never used is [`Page::default`].
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+/// The copies, by unit. One that was never used is [`Page::default`]. Only faults of this node's program add any, and none is removed: the numbers
+/// of tasks go on.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Pages {
-    pages: BTreeMap<u64, Page>,
+    pages: Table<Page>,
     homes: Homes,
     /// Requests so far.
     requests: u64,
@@ -28,6 +30,8 @@ struct Page {
     lost: Option<NodeId>,
     /// Number of the task that was begun last. No other one is in progress.
     task: u64,
+    /// The home, as the registrar has said.
+    home: Option<NodeId>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -38,6 +42,8 @@ struct Ask {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Step {
+    /// Waits for the registrar. The right is to be asked for.
+    Locating(Right),
     /// Waits for the home.
     Asked,
     /// The contents are being read.
@@ -52,7 +58,29 @@ struct Recall {
     right: Right,
 }
 
+/// The module's text says how much memory it takes.
+const _: () = assert!(size_of::<Page>() <= 64);
+
+/// What never changes is left out.
+impl Hash for Pages {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.pages.hash(state);
+        self.requests.hash(state);
+    }
+}
+
 impl Page {
+    /// Returns the home, or the registrar if the home is not known.
+    fn home(&self, unit: u64, homes: &Homes) -> NodeId {
+        self.home.unwrap_or_else(|| homes.of(unit))
+    }
+
+    /// Returns whether the registrar or the home is to answer a request.
+    fn waits(&self) -> bool {
+        let step = self.ask.as_ref().map(|it| it.step);
+        matches!(step, Some(Step::Asked | Step::Locating(_)))
+    }
+
     /// Returns the right that is left when the protection in progress is in place, unless it is a greater one.
     fn right_kept(&self) -> Right {
         self.recall.as_ref().map_or(self.right, |it| it.right)
@@ -91,31 +119,39 @@ impl Page {
 }
 
 impl Pages {
-    pub(super) fn new(homes: Homes) -> Pages {
+    pub(super) fn new(homes: Homes, units: u64) -> Pages {
         Pages {
-            pages: BTreeMap::new(),
+            pages: Table::new(units),
             homes,
             requests: 0,
         }
     }
 
-    pub(super) fn home(&self, unit: u64) -> NodeId {
-        self.homes.of(unit)
+    pub(super) fn homes(&self) -> &Homes {
+        &self.homes
+    }
+
+    /// Returns the home of a unit, if this node knows it.
+    pub(super) fn home(&self, unit: u64) -> Option<NodeId> {
+        match self.homes.is_first_touch() {
+            true => self.pages.get(unit).and_then(|page| page.home),
+            false => Some(self.homes.of(unit)),
+        }
     }
 
     /// Returns the right of a copy.
     pub(super) fn right(&self, unit: u64) -> Right {
-        self.pages.get(&unit).map_or(Right::Invalid, |page| page.right)
+        self.pages.get(unit).map_or(Right::Invalid, |page| page.right)
     }
 
     /// Returns whether threads wait for a unit.
     pub(super) fn is_awaited(&self, unit: u64) -> bool {
-        self.pages.get(&unit).is_some_and(|page| page.ask.is_some())
+        self.pages.get(unit).is_some_and(|page| page.ask.is_some())
     }
 
     pub(super) fn fault(&mut self, unit: u64, needed: Right, peers: &Peers, out: &mut Output) {
-        let home = self.homes.of(unit);
-        let page = self.pages.entry(unit).or_default();
+        let page = self.pages.get_or_insert(unit, Page::default);
+        let home = page.home(unit, &self.homes);
         if let Some(node) = page.lost {
             out.act(Action::Poison { unit, node });
         } else if page.right_kept() >= needed {
@@ -129,10 +165,41 @@ impl Pages {
         } else {
             let request = self.requests;
             self.requests += 1;
-            let step = Step::Asked;
+            let is_known = page.home.is_some() || !self.homes.is_first_touch();
+            let (step, body) = match is_known {
+                true => (Step::Asked, Body::Ask(needed)),
+                false => (Step::Locating(needed), Body::Locate),
+            };
             page.ask = Some(Ask { request, step });
-            out.post(home, unit, request, Body::Ask(needed));
+            out.post(home, unit, request, body);
         }
+    }
+
+    /// Takes the registrar's answer, and asks the home.
+    pub(super) fn located(
+        &mut self,
+        unit: u64,
+        request: u64,
+        home: NodeId,
+        peers: &Peers,
+        out: &mut Output,
+    ) -> Result<(), Violation> {
+        let page = self.pages.get_mut(unit).ok_or(Violation::Unexpected)?;
+        let ask = page.ask.as_mut().filter(|it| it.request == request);
+        let Some(Ask { step, .. }) = ask else {
+            return Err(Violation::Unexpected);
+        };
+        let Step::Locating(needed) = *step else {
+            return Err(Violation::Unexpected);
+        };
+        *step = Step::Asked;
+        page.home = Some(home);
+        if peers.is_member(home) {
+            out.post(home, unit, request, Body::Ask(needed));
+        } else {
+            page.poison(unit, home, out);
+        }
+        Ok(())
     }
 
     pub(super) fn recall(
@@ -142,8 +209,8 @@ impl Pages {
         right: Right,
         out: &mut Output,
     ) -> Result<(), Violation> {
-        let home = self.homes.of(unit);
-        let page = self.pages.get_mut(&unit).ok_or(Violation::Unexpected)?;
+        let page = self.pages.get_mut(unit).ok_or(Violation::Unexpected)?;
+        let home = page.home(unit, &self.homes);
         let is_changing = page.ask.as_ref().is_some_and(|it| it.step != Step::Asked);
         if is_changing || page.recall.is_some() || page.right <= right {
             return Err(Violation::Unexpected);
@@ -170,7 +237,7 @@ impl Pages {
         peers: &Peers,
         out: &mut Output,
     ) -> Result<(), Violation> {
-        let page = self.pages.get_mut(&unit).ok_or(Violation::Unexpected)?;
+        let page = self.pages.get_mut(unit).ok_or(Violation::Unexpected)?;
         let is_expected = page.waits_for(request) && page.recall.is_none() && source != Some(peers.own());
         let Some(ask) = page.ask.as_mut().filter(|_| is_expected) else {
             return Err(Violation::Unexpected);
@@ -197,7 +264,7 @@ impl Pages {
         node: NodeId,
         out: &mut Output,
     ) -> Result<(), Violation> {
-        let page = self.pages.get_mut(&unit).ok_or(Violation::Unexpected)?;
+        let page = self.pages.get_mut(unit).ok_or(Violation::Unexpected)?;
         if !page.waits_for(request) {
             return Err(Violation::Unexpected);
         }
@@ -206,10 +273,10 @@ impl Pages {
     }
 
     pub(super) fn pulled(&mut self, unit: u64, task: u64, has_landed: bool, peers: &Peers, out: &mut Output) {
-        let home = self.homes.of(unit);
-        let Some(page) = self.pages.get_mut(&unit).filter(|it| it.is_last(task)) else {
+        let Some(page) = self.pages.get_mut(unit).filter(|it| it.is_last(task)) else {
             return;
         };
+        let home = page.home(unit, &self.homes);
         let Some(ask) = &mut page.ask else { return };
         let Step::Pulling(right) = ask.step else { return };
         if has_landed || mutant!(FailureTaken) {
@@ -224,10 +291,10 @@ impl Pages {
     }
 
     pub(super) fn protected(&mut self, unit: u64, task: u64, out: &mut Output) {
-        let home = self.homes.of(unit);
-        let Some(page) = self.pages.get_mut(&unit).filter(|it| it.is_last(task)) else {
+        let Some(page) = self.pages.get_mut(unit).filter(|it| it.is_last(task)) else {
             return;
         };
+        let home = page.home(unit, &self.homes);
         if let Some(recall) = page.recall.take() {
             page.right = page.right.min(recall.right);
             out.post(home, unit, recall.request, Body::Yielded);
@@ -244,20 +311,17 @@ impl Pages {
     /// Ends the requests that nobody answers any more. Copies whose home is gone stay.
     pub(super) fn gone(&mut self, peers: &Peers, out: &mut Output) {
         let own = peers.own();
-        if !peers.is_member(own) {
-            for (unit, page) in &mut self.pages {
+        let mut from = 0;
+        while let Some((unit, page)) = self.pages.next_mut(from) {
+            from = unit + 1;
+            let home = page.home(unit, &self.homes);
+            if !peers.is_member(own) {
                 page.recall = None;
                 if page.lost.is_none() {
-                    page.poison(*unit, own, out);
+                    page.poison(unit, own, out);
                 }
-            }
-            return;
-        }
-        for (unit, page) in &mut self.pages {
-            let home = self.homes.of(*unit);
-            let waits = page.ask.as_ref().is_some_and(|it| it.step == Step::Asked);
-            if waits && !peers.is_member(home) && !mutant!(HomeGoneAwaited) {
-                page.poison(*unit, home, out);
+            } else if page.waits() && !peers.is_member(home) && !mutant!(HomeGoneAwaited) {
+                page.poison(unit, home, out);
             }
         }
     }

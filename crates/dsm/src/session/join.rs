@@ -4,14 +4,14 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::{
-    Access, CompletionQueue, ConnectError, ConnectParams, ConnectionRequest, Device, Listener,
-    ProtectionDomain, RejReason,
+    Access, ConnectError, ConnectParams, ConnectionRequest, Device, Listener, ProtectionDomain, RejReason,
 };
 use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::joining::{Hello, VERSION};
 
 use super::Error;
 use crate::cluster::Cluster;
+use crate::driver::Queues;
 use crate::link::{COMPLETIONS, Link, Prepared};
 
 /// Pause before a node is asked again that is not there yet.
@@ -21,7 +21,7 @@ const AGAIN: Duration = Duration::from_millis(20);
 #[derive(Debug)]
 pub(super) struct Joined {
     pub pd: ProtectionDomain,
-    pub cq: CompletionQueue,
+    pub queues: Queues,
     pub links: Vec<Option<Link>>,
 }
 
@@ -32,7 +32,11 @@ pub(super) fn join(cluster: &Cluster, timeout: Duration) -> Result<Joined, Error
     let address = address_of(cluster, own);
     let device = Device::open(address.ip())?;
     let pd = device.alloc_pd()?;
-    let cq = device.create_cq(COMPLETIONS * nodes as u32)?;
+    let completions = COMPLETIONS * nodes as u32;
+    let queues = Queues {
+        work: device.create_cq(completions)?,
+        bells: device.create_cq(completions)?,
+    };
     let listener = device.listen(address.port()).map_err(|error| Error::Listen {
         node: own.number(),
         address,
@@ -45,15 +49,17 @@ pub(super) fn join(cluster: &Cluster, timeout: Duration) -> Result<Joined, Error
         timeout,
         device,
         pd,
-        cq,
+        queues,
         links: (0..nodes).map(|_| None).collect(),
     };
     for node in cluster.nodes().filter(|node| *node < own) {
         joining.connect(node)?;
     }
     joining.accept(&listener)?;
-    let Join { pd, cq, links, .. } = joining;
-    Ok(Joined { pd, cq, links })
+    let Join {
+        pd, queues, links, ..
+    } = joining;
+    Ok(Joined { pd, queues, links })
 }
 
 fn address_of(cluster: &Cluster, node: NodeId) -> SocketAddr {
@@ -76,32 +82,34 @@ struct Join<'a> {
     timeout: Duration,
     device: Device,
     pd: ProtectionDomain,
-    cq: CompletionQueue,
+    queues: Queues,
     links: Vec<Option<Link>>,
 }
 
 impl Join<'_> {
-    fn hello(&self) -> Hello {
+    /// Returns the greeting for a node that writes the ring of this key.
+    fn hello(&self, ring: u32) -> Hello {
         Hello {
             version: VERSION,
             node: self.cluster.own().number(),
             nodes: self.links.len() as u32,
             page_bytes: rustix::param::page_size() as u32,
             session: self.cluster.session,
+            ring,
         }
     }
 
     /// Connects to a node, again and again until it listens.
     fn connect(&mut self, node: NodeId) -> Result<(), Error> {
         let address = address_of(self.cluster, node);
-        let hello = self.hello().emit();
         loop {
-            let prepared = Prepared::new(node.number(), &self.pd, &self.cq)?;
+            let prepared = self.prepare(node)?;
+            let hello = self.hello(prepared.ring_key()).emit();
             let error = match self.device.connect(prepared.qp(), address, &self.params, &hello) {
                 Ok(connection) => {
                     let answer = Hello::parse(connection.private_data()).ok();
-                    self.check(node, answer)?;
-                    self.links[node.number() as usize] = Some(prepared.connected(connection));
+                    let ring = self.check(node, answer)?;
+                    self.links[node.number() as usize] = Some(prepared.connected(connection, ring));
                     return Ok(());
                 }
                 Err(error) => error,
@@ -111,7 +119,7 @@ impl Join<'_> {
                 private_data,
             } = &error
             {
-                self.check(node, Hello::parse(private_data).ok())?;
+                let _ = self.check(node, Hello::parse(private_data).ok())?;
                 return Err(Error::Stranger {
                     node: node.number(),
                     address,
@@ -158,37 +166,43 @@ impl Join<'_> {
 
     /// Accepts a node that is missing, and refuses anybody else.
     fn answer(&mut self, request: ConnectionRequest) -> Result<(), Error> {
-        let own = self.hello();
+        let own = self.hello(0);
         let hello = Hello::parse(request.private_data()).ok();
         let node = hello.and_then(|hello| NodeId::new(hello.node));
         let is_missing = |node: &NodeId| {
             *node > self.cluster.own() && matches!(self.links.get(node.number() as usize), Some(None))
         };
         let known = hello.filter(|hello| {
-            Hello {
-                node: own.node,
-                ..*hello
-            } == own
+            let (node, ring) = (own.node, own.ring);
+            Hello { node, ring, ..*hello } == own
         });
-        let Some(node) = node.filter(is_missing).filter(|_| known.is_some()) else {
+        let (Some(node), Some(hello)) = (node.filter(is_missing), known) else {
             request.reject(&own.emit());
             // A node of this session that is of another version never joins.
             return match (hello, node) {
-                (Some(hello), Some(node)) if hello.session == own.session => self.check(node, Some(hello)),
+                (Some(hello), Some(node)) if hello.session == own.session => {
+                    self.check(node, Some(hello)).map(|_| ())
+                }
                 _ => Ok(()),
             };
         };
-        let prepared = Prepared::new(node.number(), &self.pd, &self.cq)?;
+        let prepared = self.prepare(node)?;
+        let own = self.hello(prepared.ring_key()).emit();
         // A node whose answer is lost asks again.
-        if let Ok(connection) = request.accept(prepared.qp(), &self.params, &own.emit()) {
-            self.links[node.number() as usize] = Some(prepared.connected(connection));
+        if let Ok(connection) = request.accept(prepared.qp(), &self.params, &own) {
+            self.links[node.number() as usize] = Some(prepared.connected(connection, hello.ring));
         }
         Ok(())
     }
 
-    /// Checks a node's greeting.
-    fn check(&self, node: NodeId, hello: Option<Hello>) -> Result<(), Error> {
-        let own = self.hello();
+    fn prepare(&self, node: NodeId) -> Result<Prepared, Error> {
+        let Queues { work, bells } = &self.queues;
+        Ok(Prepared::new(node.number(), &self.pd, work, bells)?)
+    }
+
+    /// Checks a node's greeting. Returns the key of its ring.
+    fn check(&self, node: NodeId, hello: Option<Hello>) -> Result<u32, Error> {
+        let own = self.hello(0);
         let number = node.number();
         let stranger = Error::Stranger {
             node: number,
@@ -208,8 +222,9 @@ impl Join<'_> {
                 ours: own.page_bytes,
             });
         }
-        match hello == (Hello { node: number, ..own }) {
-            true => Ok(()),
+        let (node, ring) = (number, hello.ring);
+        match hello == (Hello { node, ring, ..own }) {
+            true => Ok(ring),
             false => Err(stranger),
         }
     }

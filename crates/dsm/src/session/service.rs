@@ -5,7 +5,6 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rdmux_runtime::Waiting;
-use rdmux_verbs::Arm;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{LOOK, Shared};
@@ -26,7 +25,7 @@ pub(super) fn serve(shared: &Shared) {
             readers.clone()
         };
         let began = Instant::now();
-        while !turn(shared, &readers, &mut faults) && waiting.pause(began) {}
+        while !turn(shared, &readers, &mut faults) && !shared.is_polled() && waiting.pause(began) {}
         waiting.came(began);
         if probed.elapsed() >= shared.lease / PROBES {
             probed = Instant::now();
@@ -43,7 +42,7 @@ pub(super) fn serve(shared: &Shared) {
 /// Answers all that has come. Returns whether there was anything.
 fn turn(shared: &Shared, readers: &[(u32, Pages)], faults: &mut Vec<Fault>) -> bool {
     let mut driver = shared.lock();
-    let mut any = driver.turn();
+    let mut any = driver.turn(true);
     for (region, pages) in readers {
         let Some(userfault) = pages.view().userfault() else {
             continue;
@@ -66,23 +65,27 @@ fn turn(shared: &Shared, readers: &[(u32, Pages)], faults: &mut Vec<Fault>) -> b
     any
 }
 
-/// Sleeps until something has come.
+/// Sleeps until something has come. While a thread of the program polls, only faults and the time end its sleep.
 fn sleep(shared: &Shared, readers: &[(u32, Pages)]) {
-    shared.cq.arm(Arm::Next);
-    if shared.lock().turn() {
-        shared.changed.notify_all();
-        return;
+    {
+        let mut driver = shared.lock();
+        if !shared.is_polled() && !driver.rest() {
+            shared.changed.notify_all();
+            return;
+        }
     }
     let mut fds = vec![
         PollFd::new(shared.waker.fd(), PollFlags::IN),
-        PollFd::new(&shared.cq, PollFlags::IN),
+        PollFd::new(&shared.queues.work, PollFlags::IN),
+        PollFd::new(&shared.queues.bells, PollFlags::IN),
     ];
     let userfaults = readers.iter().filter_map(|(_, pages)| pages.view().userfault());
     fds.extend(userfaults.map(|userfault| PollFd::new(userfault, PollFlags::IN)));
     // Its end tells nothing: all is looked at.
     let _ = poll(&mut fds, Some(&timespec((shared.lease / PROBES).min(LOOK))));
     shared.waker.reset_if_woken();
-    shared.cq.take_event();
+    shared.queues.work.take_event();
+    shared.queues.bells.take_event();
 }
 
 fn timespec(time: Duration) -> Timespec {

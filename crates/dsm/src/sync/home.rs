@@ -220,9 +220,11 @@ impl Home {
         let answers = &mut answers(&mut self.accounts, out);
         if let Some(gathering) = self.gatherings.get_mut(&object) {
             gathering.come(object, party, arrival, answers);
-        } else if let Some((_, node)) = peers.departed().filter(|_| !mutant!(LateBarrierAwaited)) {
+        } else if let Some((_, node)) = peers.departed().first()
+            && !mutant!(LateBarrierAwaited)
+        {
             // It may be a party.
-            answers.end(party, object, Body::Refused(Refusal::Gone(node)));
+            answers.end(party, object, Body::Refused(Refusal::Gone(*node)));
         } else if answers.charge(party, object) {
             let gathering = self.gatherings.entry(object);
             let gathering = gathering.or_insert_with(|| Gathering::new(arrival.1));
@@ -239,12 +241,12 @@ impl Home {
         out: &mut Output,
     ) -> Result<(), Violation> {
         let answers = &mut answers(&mut self.accounts, out);
-        if let Some((departed, node)) = peers.departed()
-            && departed > epoch
+        let unheard = peers.departed().iter().find(|it| it.0 > epoch);
+        if let Some((_, node)) = unheard
             && !mutant!(LateWaitAwaited)
         {
             // Those that waited before were told.
-            answers.end(party, object, Body::Refused(Refusal::Gone(node)));
+            answers.end(party, object, Body::Refused(Refusal::Gone(*node)));
             return Ok(());
         }
         let waits = answers.waits(party).ok_or(Violation::Unexpected)?;

@@ -21,8 +21,8 @@ struct Thread {
     next: Option<Call>,
     /// Locks that the thread has.
     held: Vec<(u64, Mode)>,
-    /// Epoch up to which it was told which nodes have left.
-    told: u64,
+    /// Nodes of [`Peers::departed`] of which it was told that they have left.
+    told: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -100,14 +100,11 @@ impl Thread {
             }
             Call::Wait { .. } if held != Some(Mode::Exclusive) => return Err(Failure::NotHeld),
             Call::Wait { .. } => {
-                if let Some((epoch, node)) = peers.departed()
-                    && self.told < epoch
-                    && !mutant!(DepartureNotTold)
-                {
-                    self.told = epoch;
-                    return Err(Failure::Gone(node));
+                // The node may be the one to signal.
+                match peers.departed().get(self.told) {
+                    Some((_, node)) if !mutant!(DepartureNotTold) => return Err(Failure::Gone(*node)),
+                    _ => Body::Wait,
                 }
-                Body::Wait
             }
             Call::Signal { .. } => Body::Signal,
             Call::Broadcast { .. } => Body::Broadcast,
@@ -121,18 +118,12 @@ impl Thread {
     /// Takes an answer about an object.
     fn answer(&mut self, object: u64, body: Body, homes: &Homes, peers: &Peers) -> Result<Next, Violation> {
         let (call, step) = self.wait.ok_or(Violation::Unexpected)?;
-        let next = match call {
-            _ if step == Step::Posted && body != Body::Done(0) => return Err(Violation::Unexpected),
-            Call::Wait { condition, lock } => {
-                self.step(step, (condition, lock), object, body, homes, peers)?
-            }
-            _ if object == call.object() => Next::Done(self.end(call, body)?),
-            _ => return Err(Violation::Unexpected),
-        };
-        if let Body::Woken { gone: Some(_) } | Body::Refused(Refusal::Gone(_)) = body {
-            self.told = peers.epoch();
+        match call {
+            _ if step == Step::Posted && body != Body::Done(0) => Err(Violation::Unexpected),
+            Call::Wait { condition, lock } => self.step(step, (condition, lock), object, body, homes, peers),
+            _ if object == call.object() => self.end(call, body).map(Next::Done),
+            _ => Err(Violation::Unexpected),
         }
-        Ok(next)
     }
 
     /// Ends a call other than [`Call::Wait`].
@@ -235,6 +226,66 @@ impl Thread {
             Step::Relocking(_) => lost(lock).map(fail),
         }
     }
+
+    /// Returns whether the thread has made a call that has not ended.
+    fn is_waiting(&self) -> bool {
+        self.next.is_some() || self.wait.is_some_and(|it| it.1 != Step::Posted)
+    }
+
+    /// Begins the next call, unless the home has to answer one before.
+    fn begin(&mut self, number: u16, homes: &Homes, peers: &Peers, out: &mut Output) {
+        let Some(call) = self.next.take_if(|_| self.wait.is_none()) else {
+            return;
+        };
+        match self.request(call, homes, peers) {
+            Err(failure) => self.done(number, Err(failure), peers, out),
+            Ok(body) => {
+                let step = match call {
+                    Call::Wait { .. } => Step::Queueing(None),
+                    Call::Unlock { .. } | Call::Signal { .. } | Call::Broadcast { .. } => {
+                        self.done(number, Ok(Success::Done), peers, out);
+                        Step::Posted
+                    }
+                    _ => Step::Asked,
+                };
+                let next = Next::Step(step, Some((call.object(), body)));
+                self.go_on(number, call, next, homes, peers, out);
+            }
+        }
+    }
+
+    /// Ends a call, and takes note of what that tells the thread.
+    fn done(&mut self, number: u16, outcome: Outcome, peers: &Peers, out: &mut Output) {
+        if let Err(Failure::Gone(gone)) | Ok(Success::Woken { gone: Some(gone), .. }) = outcome
+            && let Some((_, node)) = peers.departed().get(self.told)
+        {
+            self.told += usize::from(*node == gone);
+        }
+        out.done(number, outcome);
+    }
+
+    /// Takes the result of an event for the call that the home had not answered.
+    fn go_on(&mut self, number: u16, call: Call, next: Next, homes: &Homes, peers: &Peers, out: &mut Output) {
+        match next {
+            Next::Done(outcome) => {
+                let wait = self.wait.take();
+                if wait.is_some_and(|it| it.1 != Step::Posted) {
+                    self.done(number, outcome, peers, out);
+                }
+            }
+            Next::Step(step, request) => {
+                self.wait = Some((call, step));
+                if let Some((object, body)) = request {
+                    out.posts.push_back(Post {
+                        to: homes.of(object),
+                        thread: number,
+                        object,
+                        body,
+                    });
+                }
+            }
+        }
+    }
 }
 
 /// Asks for the lock again after a wait.
@@ -271,7 +322,7 @@ impl Threads {
         let thread = thread.ok_or(Violation::Unexpected)?;
         let next = thread.answer(object, body, homes, peers)?;
         if let Some((call, _)) = thread.wait {
-            thread.go_on(number, call, next, homes, out);
+            thread.go_on(number, call, next, homes, peers, out);
             thread.begin(number, homes, peers, out);
         }
         Ok(())
@@ -284,7 +335,7 @@ impl Threads {
             if let Some((call, _)) = thread.wait
                 && let Some(next) = thread.gone(homes, peers)
             {
-                thread.go_on(number, call, next, homes, out);
+                thread.go_on(number, call, next, homes, peers, out);
                 thread.begin(number, homes, peers, out);
             }
         }
@@ -293,57 +344,5 @@ impl Threads {
     pub(super) fn is_waiting(&self, ticket: u64) -> bool {
         let place = usize::try_from(ticket).unwrap_or(usize::MAX);
         self.threads.get(place).is_some_and(Thread::is_waiting)
-    }
-}
-
-impl Thread {
-    /// Returns whether the thread has made a call that has not ended.
-    fn is_waiting(&self) -> bool {
-        self.next.is_some() || self.wait.is_some_and(|it| it.1 != Step::Posted)
-    }
-
-    /// Begins the next call, unless the home has to answer one before.
-    fn begin(&mut self, number: u16, homes: &Homes, peers: &Peers, out: &mut Output) {
-        let Some(call) = self.next.take_if(|_| self.wait.is_none()) else {
-            return;
-        };
-        match self.request(call, homes, peers) {
-            Err(failure) => out.done(number, Err(failure)),
-            Ok(body) => {
-                let step = match call {
-                    Call::Wait { .. } => Step::Queueing(None),
-                    Call::Unlock { .. } | Call::Signal { .. } | Call::Broadcast { .. } => {
-                        out.done(number, Ok(Success::Done));
-                        Step::Posted
-                    }
-                    _ => Step::Asked,
-                };
-                let next = Next::Step(step, Some((call.object(), body)));
-                self.go_on(number, call, next, homes, out);
-            }
-        }
-    }
-
-    /// Takes the result of an event for the call that the home had not answered.
-    fn go_on(&mut self, number: u16, call: Call, next: Next, homes: &Homes, out: &mut Output) {
-        match next {
-            Next::Done(outcome) => {
-                let wait = self.wait.take();
-                if wait.is_some_and(|it| it.1 != Step::Posted) {
-                    out.done(number, outcome);
-                }
-            }
-            Next::Step(step, request) => {
-                self.wait = Some((call, step));
-                if let Some((object, body)) = request {
-                    out.posts.push_back(Post {
-                        to: homes.of(object),
-                        thread: number,
-                        object,
-                        body,
-                    });
-                }
-            }
-        }
     }
 }

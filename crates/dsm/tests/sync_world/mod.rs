@@ -22,8 +22,13 @@ pub(crate) enum Act {
     Call(Call),
     /// Set a flag that a lock protects.
     Set { flag: usize, lock: u64 },
-    /// Wait for the condition until the flag is set, or the thread is told that a node has left.
-    Until { flag: usize, condition: u64, lock: u64 },
+    /// Wait for the condition until the flag is set, unless the thread is told that its own node has left, the one that sets the flag, or a home.
+    Until {
+        flag: usize,
+        condition: u64,
+        lock: u64,
+        setter: Place,
+    },
 }
 
 /// Events that may happen besides the protocol.
@@ -86,8 +91,8 @@ pub(crate) struct Thread {
     holds: Vec<(u64, Mode)>,
     /// Times that it has passed each barrier.
     passed: BTreeMap<u64, usize>,
-    /// It was told that a node has left, so it waits for no more conditions.
-    is_warned: bool,
+    /// Nodes of which it was told that they have left.
+    told: BTreeSet<Place>,
     /// Calls that were carried out.
     pub(crate) successes: usize,
 }
@@ -136,7 +141,7 @@ impl World {
             waits: None,
             holds: vec![],
             passed: BTreeMap::new(),
-            is_warned: false,
+            told: BTreeSet::new(),
             successes: 0,
         };
         let flags = threads.iter().flat_map(|it| it.1.iter()).map(|act| match act {
@@ -288,8 +293,24 @@ impl World {
                 self.flags[flag] |= thread.holds.contains(&(lock, Mode::Exclusive));
                 thread.ended += 1;
             }
-            Act::Until { flag, .. } if self.flags[flag] || thread.is_warned => thread.ended += 1,
-            Act::Until { condition, lock, .. } => self.call(index, Call::Wait { condition, lock }),
+            Act::Until {
+                flag,
+                condition,
+                lock,
+                setter,
+            } => {
+                let needed = [
+                    thread.at,
+                    setter,
+                    place(self.homes.of(condition)),
+                    place(self.homes.of(lock)),
+                ];
+                if self.flags[flag] || needed.iter().any(|it| thread.told.contains(it)) {
+                    thread.ended += 1;
+                } else {
+                    self.call(index, Call::Wait { condition, lock });
+                }
+            }
         }
     }
 
@@ -343,14 +364,12 @@ impl World {
         let Some(call) = thread.waits.take() else {
             return Some("a call has ended twice");
         };
-        let is_again =
-            matches!(call, Call::Wait { .. }) && matches!(outcome, Ok(Success::Woken { gone: None, .. }));
-        thread.ended += usize::from(!is_again);
+        // The next step decides whether to wait again.
+        thread.ended += usize::from(!matches!(call, Call::Wait { .. }));
         thread.successes += usize::from(outcome.is_ok());
-        thread.is_warned |= matches!(
-            outcome,
-            Err(Failure::Gone(_)) | Ok(Success::Woken { gone: Some(_), .. })
-        );
+        if let Err(Failure::Gone(node)) | Ok(Success::Woken { gone: Some(node), .. }) = outcome {
+            thread.told.insert(place(node));
+        }
         if call.object() >= SPOILT || self.mishaps.hostile == Some(thread.at) {
             return None;
         }

@@ -120,17 +120,18 @@ fn reductions(at: &[Place]) -> Vec<Threads> {
 /// Some wait until a flag is set by the last one, which wakes them by a call.
 fn conditions(at: &[Place], wake: Call) -> Vec<Threads> {
     let (condition, object) = (0, 1);
-    let until = Act::Until {
-        flag: 0,
-        condition,
-        lock: object,
-    };
     let set = Act::Set {
         flag: 0,
         lock: object,
     };
     let (take, give) = (lock(object, EXCLUSIVE), unlock(object, EXCLUSIVE));
     let (setter, waiters) = at.split_last().unwrap();
+    let until = Act::Until {
+        flag: 0,
+        condition,
+        lock: object,
+        setter: *setter,
+    };
     let mut threads = same(waiters, &[take, until, give]);
     threads[0].push((*setter, vec![take, set, Act::Call(wake), give]));
     threads

@@ -36,9 +36,11 @@ pub(crate) struct Mishaps {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct World {
-    sites: Vec<Site>,
+    /// Worlds that differ in one step share most of them.
+    sites: Vec<Arc<Site>>,
     pub(crate) threads: Vec<Thread>,
     network: Network<Message>,
+    /// Homes of the units, or their registrars.
     homes: Arc<[Place]>,
     /// Value written last, by unit.
     last: Vec<u32>,
@@ -143,28 +145,35 @@ fn place(node: NodeId) -> Place {
 }
 
 impl World {
-    /// Makes a world of threads, each at a node. `homes` are those of the units.
+    /// Makes a world of threads, each at a node. `homes` are those of the units, or their registrars if the first touch makes the home.
     pub(crate) fn new(
         threads: &[(Place, Arc<[Operation]>)],
-        homes: &[Place],
+        (homes, is_first_touch): (&[Place], bool),
         mishaps: Mishaps,
         faults_max: u8,
     ) -> World {
         let nodes = 1 + threads.iter().map(|it| it.0).max().unwrap();
+        let ids: Vec<_> = homes.iter().map(|it| id(*it)).collect();
         let settings = Settings {
             region: 7,
             units: homes.len() as u64,
-            homes: Homes::cyclic(homes.iter().map(|it| id(*it)).collect::<Vec<_>>(), 1).unwrap(),
+            homes: match is_first_touch {
+                // The hash of a unit below 2 is the unit; others get any of the nodes.
+                true => Homes::first_touch(ids).unwrap(),
+                false => Homes::cyclic(ids, 1).unwrap(),
+            },
             epoch: 0,
             members: (0..nodes).map(id).collect(),
         };
+        let deciders = (0..settings.units).map(|it| place(settings.homes.of(it)));
+        let homes: &[Place] = &deciders.collect::<Vec<_>>();
         let site = |at: Place| Site {
             node: Node::new(id(at), &settings),
             is_running: true,
-            // Only the frame of the home holds the contents, which are 0.
+            // Only the frame of the home holds the contents, which are 0, if it is known.
             frames: homes
                 .iter()
-                .map(|it| if *it == at { 0 } else { NOTHING })
+                .map(|it| if is_first_touch || *it == at { 0 } else { NOTHING })
                 .collect(),
             views: vec![Right::Invalid; homes.len()],
             pulls: vec![],
@@ -180,7 +189,7 @@ impl World {
             faults: 0,
         };
         World {
-            sites: (0..nodes).map(site).collect(),
+            sites: (0..nodes).map(site).map(Arc::new).collect(),
             threads: threads.iter().map(thread).collect(),
             homes: homes.into(),
             network: Network::new(mishaps.reorders),
@@ -273,6 +282,11 @@ impl World {
         (!history::is_sequentially_consistent(&history)).then(|| format!("no order of {history:?}"))
     }
 
+    /// Returns a site, which no other world shares from now on.
+    fn site(&mut self, at: Place) -> &mut Site {
+        Arc::make_mut(&mut self.sites[at])
+    }
+
     /// Expels a node.
     pub(crate) fn expel(&mut self, at: Place) {
         self.gone.push(at);
@@ -327,7 +341,7 @@ impl World {
             Step::Deliver(underway) => {
                 let Underway { from, to, .. } = underway;
                 let message = self.network.get(underway);
-                if self.sites[to].node.handle_message(id(from), &message).is_err() {
+                if self.site(to).node.handle_message(id(from), &message).is_err() {
                     // It waits where it is.
                     return;
                 }
@@ -348,8 +362,8 @@ impl World {
                 index,
                 has_landed,
             } => {
-                let Task { unit, number, what } = self.sites[at].pulls.remove(index);
-                self.sites[at].frames[unit] = match has_landed {
+                let Task { unit, number, what } = self.site(at).pulls.remove(index);
+                self.site(at).frames[unit] = match has_landed {
                     true => self.sites[what].frames[unit],
                     false => NOTHING,
                 };
@@ -366,8 +380,8 @@ impl World {
                 Some(unit)
             }
             Step::Protected { at, index } => {
-                let Task { unit, number, what } = self.sites[at].protects.remove(index);
-                self.sites[at].views[unit] = what;
+                let Task { unit, number, what } = self.site(at).protects.remove(index);
+                self.site(at).views[unit] = what;
                 let is_pull = false;
                 self.end_task(
                     at,
@@ -382,17 +396,19 @@ impl World {
             }
             Step::Repeat { at, index } => {
                 self.mishaps.repeats -= 1;
-                let ended = self.sites[at].ended.remove(index);
+                let ended = self.site(at).ended.remove(index);
                 self.report(at, ended, true);
                 if self.mishaps.repeats == 0 {
-                    self.sites.iter_mut().for_each(|it| it.ended.clear());
+                    self.sites
+                        .iter_mut()
+                        .for_each(|it| Arc::make_mut(it).ended.clear());
                 }
                 Some(ended.unit)
             }
             Step::Crash(at) => {
                 self.mishaps.crashes -= 1;
                 self.gone.push(at);
-                self.sites[at].is_running = false;
+                self.site(at).is_running = false;
                 self.network.stop(at);
                 None
             }
@@ -402,7 +418,7 @@ impl World {
                 None
             }
             Step::Tell { at, epoch } => {
-                let node = &mut self.sites[at].node;
+                let node = &mut Arc::make_mut(&mut self.sites[at]).node;
                 let gone = &self.gone[node.epoch() as usize..epoch as usize];
                 let gone: Vec<_> = gone.iter().map(|it| id(*it)).collect();
                 node.handle_gone(epoch, &gone);
@@ -423,7 +439,7 @@ impl World {
     fn access(&mut self, index: usize) -> usize {
         let thread = &mut self.threads[index];
         let (at, (access, unit)) = (thread.at, thread.next().unwrap());
-        let site = &mut self.sites[at];
+        let site = Arc::make_mut(&mut self.sites[at]);
         if site.views[unit] >= access.needs() {
             if access == Access::Write {
                 // Each write has a value of its own.
@@ -452,7 +468,7 @@ impl World {
         self.report(at, ended, has_landed);
         self.poison(at, ended.unit);
         if self.mishaps.repeats > 0 {
-            let repeatable = &mut self.sites[at].ended;
+            let repeatable = &mut self.site(at).ended;
             repeatable.push(ended);
             if repeatable.len() > REPEATABLE {
                 repeatable.remove(0);
@@ -461,7 +477,7 @@ impl World {
     }
 
     fn report(&mut self, at: Place, ended: Ended, has_landed: bool) {
-        let (node, unit) = (&mut self.sites[at].node, ended.unit as u64);
+        let (node, unit) = (&mut self.site(at).node, ended.unit as u64);
         match ended.is_pull {
             true => node.handle_pulled(unit, ended.number, has_landed),
             false => node.handle_protected(unit, ended.number),
@@ -471,7 +487,7 @@ impl World {
 
     /// Poisons a unit if that is to be done and no task is in progress.
     fn poison(&mut self, at: Place, unit: usize) {
-        let site = &mut self.sites[at];
+        let site = self.site(at);
         if site.is_poisoned[unit] && !site.has_task(unit) {
             site.views[unit] = Right::Invalid;
             self.end_waits(at, unit, |thread| thread.end(None));
@@ -481,8 +497,8 @@ impl World {
     /// Does what a node's driver does, and returns whether the hostile node is accused.
     fn carry_out(&mut self, at: Place) -> bool {
         let mut is_accused = false;
-        while let Some(action) = self.sites[at].node.poll_action() {
-            let site = &mut self.sites[at];
+        while let Some(action) = self.site(at).node.poll_action() {
+            let site = self.site(at);
             match action {
                 Action::Send { to, message } => {
                     self.send(at, place(to), message);
@@ -561,7 +577,12 @@ impl World {
                 }
             }
         }
-        let home = self.homes[unit];
+        let is_home = |at: &Place| self.sites[*at].node.home(unit as u64) == Some(id(*at));
+        let mut homes = (0..self.sites.len()).filter(is_home);
+        let home = homes.next()?;
+        if let Some(other) = homes.next() {
+            return Some(format!("unit {unit} has the homes {home} and {other}"));
+        }
         if self.has_left(home) || holders().next().is_none() {
             return None;
         }

@@ -12,6 +12,7 @@
 //! | 16..20 | number of nodes |
 //! | 20..24 | bytes of a page |
 //! | 24..40 | session: the same for all nodes, and for no others |
+//! | 40..44 | ring: the R_Key by which the receiver writes its [frames](super::frame); they begin at address 0 |
 //!
 //! A region is made by all nodes, in the same order. Node 0 maps it and sends Propose; each node maps it at that address and sends Mapped to all,
 //! or Taken to node 0, which then tries another address. When node 0 has all answers, it sends Agreed to all; who has that and the
@@ -42,7 +43,7 @@ use crate::Malformed;
 use crate::bytes::{le16, le32, le64, need, put};
 
 /// Bytes of a [`Hello`].
-pub const HELLO_LEN: usize = 40;
+pub const HELLO_LEN: usize = 44;
 
 /// Version of the messages of the shared memory.
 pub const VERSION: u16 = 1;
@@ -62,6 +63,8 @@ pub struct Hello {
     pub page_bytes: u32,
     /// Session: all nodes have the same.
     pub session: [u8; 16],
+    /// R_Key of the ring that the receiver writes; 0 in an answer that refuses.
+    pub ring: u32,
 }
 
 impl Hello {
@@ -80,6 +83,7 @@ impl Hello {
             nodes: le32(bytes, 16),
             page_bytes: le32(bytes, 20),
             session: *bytes[24..].first_chunk().unwrap_or(&[0; 16]),
+            ring: le32(bytes, 40),
         })
     }
 
@@ -92,6 +96,7 @@ impl Hello {
         put(&mut bytes, 16, &self.nodes.to_le_bytes());
         put(&mut bytes, 20, &self.page_bytes.to_le_bytes());
         put(&mut bytes, 24, &self.session);
+        put(&mut bytes, 40, &self.ring.to_le_bytes());
         bytes
     }
 }
@@ -260,8 +265,9 @@ mod tests {
             nodes: 0x0708_090a,
             page_bytes: 0x0b0c_0d0e,
             session: *b"sixteen bytes...",
+            ring: 0x1112_1314,
         };
-        let bytes = [&hello.emit()[..], &[0; 16]].concat();
+        let bytes = [&hello.emit()[..], &[0; 12]].concat();
         assert_eq!(Hello::parse(&bytes), Ok(hello));
         assert!(Hello::parse(&bytes[..HELLO_LEN - 1]).is_err());
         assert!(Hello::parse(&[0; 56]).is_err());
