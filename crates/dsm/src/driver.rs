@@ -116,7 +116,7 @@ pub(crate) struct Queues {
 pub(crate) struct Driver {
     own: NodeId,
     queues: Queues,
-    /// The queue of bells is armed, and no bell has come since.
+    /// The queue of bells is armed, no bell was taken since, and the device was not driven.
     is_armed: bool,
     peers: Vec<Peer>,
     membership: Membership,
@@ -303,7 +303,15 @@ impl Driver {
         let mut completions = [WorkCompletion::default(); BATCH];
         let found = self.queues.work.poll_into(&mut completions);
         completions[..found].iter().for_each(|it| self.completed(it));
+        if found == 0 {
+            self.has_driven();
+        }
         found > 0
+    }
+
+    /// Notes that the device was driven: its own thread rests then for a while, unless a queue is armed after that.
+    fn has_driven(&mut self) {
+        self.is_armed = false;
     }
 
     /// Takes the bells that have rung. Drives the device.
@@ -311,8 +319,8 @@ impl Driver {
         let mut completions = [WorkCompletion::default(); BATCH];
         let found = self.queues.bells.poll_into(&mut completions);
         completions[..found].iter().for_each(|it| self.completed(it));
-        // The device's own thread rests while somebody polls: it goes on when the queue is armed.
-        self.is_armed = false;
+        // A bell has ended what the queue was armed for, too.
+        self.has_driven();
         found > 0
     }
 

@@ -409,15 +409,29 @@ fn check(driver: &Driver) -> Result<(), Error> {
     }
 }
 
-/// The driver, held by this thread. At the end, its frames are on their way.
-pub(crate) struct Driving<'a>(Option<MutexGuard<'a, Driver>>);
+/// The driver, held by this thread. At the end, its frames are on their way, and threads that sleep look at what has changed.
+pub(crate) struct Driving<'a> {
+    shared: &'a Shared,
+    /// `None` after [`Driving::release`].
+    driver: Option<MutexGuard<'a, Driver>>,
+    /// [`Driver::changes`] at the beginning.
+    changes: u64,
+}
 
 impl<'a> Driving<'a> {
     /// Ends the change of the driver, and returns it as it is held.
     fn release(mut self) -> Option<MutexGuard<'a, Driver>> {
-        let mut driver = self.0.take()?;
-        driver.settle();
-        Some(driver)
+        self.end();
+        self.driver.take()
+    }
+
+    fn end(&mut self) {
+        if let Some(driver) = &mut self.driver {
+            driver.settle();
+            if driver.changes() != self.changes {
+                self.shared.changed.notify_all();
+            }
+        }
     }
 }
 
@@ -425,21 +439,23 @@ impl Deref for Driving<'_> {
     type Target = Driver;
 
     fn deref(&self) -> &Driver {
-        self.0.as_ref().expect("it is held until `release` or the end")
+        self.driver
+            .as_ref()
+            .expect("it is held until `release` or the end")
     }
 }
 
 impl DerefMut for Driving<'_> {
     fn deref_mut(&mut self) -> &mut Driver {
-        self.0.as_mut().expect("it is held until `release` or the end")
+        self.driver
+            .as_mut()
+            .expect("it is held until `release` or the end")
     }
 }
 
 impl Drop for Driving<'_> {
     fn drop(&mut self) {
-        if let Some(driver) = &mut self.0 {
-            driver.settle();
-        }
+        self.end();
     }
 }
 
@@ -451,7 +467,12 @@ thread_local! {
 impl Shared {
     /// Holds the driver. A thread that does so touches no view.
     pub(crate) fn lock(&self) -> Driving<'_> {
-        Driving(Some(self.driver.lock().unwrap_or_else(PoisonError::into_inner)))
+        let driver = self.driver.lock().unwrap_or_else(PoisonError::into_inner);
+        Driving {
+            shared: self,
+            changes: driver.changes(),
+            driver: Some(driver),
+        }
     }
 
     /// Returns whether a thread of the program takes turns at the driver.
@@ -469,13 +490,13 @@ impl Shared {
         let waiting = WAITING.try_with(RefCell::take).ok().flatten();
         let mut waiting = waiting.unwrap_or_else(|| Waiting::new(None));
         let mut has_slept = false;
+        let mut changes = 0;
         self.pollers.fetch_add(1, Ordering::Relaxed);
         let result = 'wait: loop {
             for turn in 1..=TURNS {
                 let mut driver = self.lock();
-                if driver.turn(turn == TURNS) {
-                    self.changed.notify_all();
-                }
+                driver.turn(turn == TURNS);
+                changes = driver.changes();
                 if let Some(result) = done(&mut driver).transpose() {
                     self.stop_polling(&mut driver);
                     break 'wait result;
@@ -488,9 +509,8 @@ impl Shared {
             }
             has_slept = true;
             let mut driver = self.lock();
-            // The service thread drives now.
+            // The service thread drives now. All that has come since the last look at `done` counts.
             self.stop_polling(&mut driver);
-            let changes = driver.changes();
             let is_as_before = |driver: &mut Driver| driver.changes() == changes;
             if let Some(driver) = driver.release() {
                 drop(self.changed.wait_timeout_while(driver, LOOK, is_as_before));
@@ -514,7 +534,6 @@ impl Shared {
             if driver.rest() {
                 return;
             }
-            self.changed.notify_all();
         }
         self.waker.wake();
     }

@@ -32,8 +32,6 @@ pub(super) fn serve(shared: &Shared) {
             let mut driver = shared.lock();
             // A node that fell silent just after an answer is noticed before its lease is over.
             driver.probe(shared.lease / PROBES * (PROBES - 2));
-            // Nodes may have left.
-            shared.changed.notify_all();
         }
         sleep(shared, &readers);
     }
@@ -59,9 +57,6 @@ fn turn(shared: &Shared, readers: &[(u32, Pages)], faults: &mut Vec<Fault>) -> b
             }
         }
     }
-    if any {
-        shared.changed.notify_all();
-    }
     any
 }
 
@@ -70,7 +65,6 @@ fn sleep(shared: &Shared, readers: &[(u32, Pages)]) {
     {
         let mut driver = shared.lock();
         if !shared.is_polled() && !driver.rest() {
-            shared.changed.notify_all();
             return;
         }
     }
