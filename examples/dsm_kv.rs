@@ -4,9 +4,9 @@
 //! rdmux dsm run -n 2 -- dsm_kv [OPERATIONS [KEYS]]
 //! ```
 //!
-//! Each thread puts, gets and deletes keys of its own, in an order that the seed decides, and gets those of others too. The outcomes of operations on its own keys
-//! depend on nobody else, so they are checked against those of a table of one process; a record of another's key has to be whole. Then all
-//! keys are counted. A group of buckets is a page, so who has its lock is not disturbed by other groups.
+//! Each thread puts, gets and deletes keys of its own, in an order that the seed decides, and gets those of others too. The outcomes of
+//! operations on its own keys depend on nobody else, so they are checked against those of a table of one process, `HashMap`; a record of
+//! another's key has to be whole. Then all keys are counted. A group of buckets is a page, so who has its lock is not disturbed by other groups.
 
 mod dsm;
 
