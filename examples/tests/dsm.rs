@@ -3,6 +3,7 @@
 
 use std::net::Ipv4Addr;
 use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
 
 use rdmux_dsm::{Cluster, FaultMode};
 use serde_json::Value;
@@ -26,7 +27,9 @@ fn program(name: &str) -> &'static str {
 fn run(name: &str, nodes: u32, mode: FaultMode, arguments: &[&str]) -> Vec<Output> {
     rdmux_soft::register();
     let clusters = Cluster::on_this_host(Ipv4Addr::LOCALHOST.into(), nodes).unwrap();
-    let start = |cluster: Cluster| {
+    let start = |mut cluster: Cluster| {
+        // A busy host does not decide the outcome.
+        cluster.lease = Duration::from_secs(120);
         Command::new(program(name))
             .args(arguments)
             .envs(cluster.environment())
