@@ -4,140 +4,146 @@
 //! rdmux dsm run -n 2 -- dsm_sor [EDGE [ITERATIONS]]
 //! ```
 //!
-//! The nodes divide the rows. Each reads the row beyond its first and its last one, which are all that moves.
+//! The nodes divide the rows. Each reads the row beyond its first and its last one, which are all that moves. Each colour has pages of its own:
+//! while all change one colour, nobody writes what the others read.
 
-use std::num::NonZeroU32;
-use std::time::{Duration, Instant};
+mod dsm;
 
-use anyhow::{Result, bail, ensure};
-use rdmux_dsm::{Array, Cluster, RegionOptions, Session};
+use std::ops::Range;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Parser;
+
+use crate::dsm::{Node, Numbers, Options, Places, Report, seconds, share};
 
 /// Factor of over-relaxation.
 const OMEGA: f64 = 1.25;
 
+/// Red-black successive over-relaxation of a grid
+#[derive(Parser)]
+struct Arguments {
+    /// Points of an edge of the grid, without its border
+    #[arg(default_value_t = 1022)]
+    edge: usize,
+    #[arg(default_value_t = 20)]
+    iterations: usize,
+    #[command(flatten)]
+    options: Options,
+}
+
+/// A grid with a border of fixed values. The points whose row and column add up to an odd number have colour 0, the others colour 1.
+struct Grid<'a, N> {
+    numbers: N,
+    /// Rows as items, colours as layers.
+    places: &'a Places,
+    edge: usize,
+}
+
+impl<N: Numbers<f64>> Grid<'_, N> {
+    fn index(&self, row: usize, column: usize) -> usize {
+        self.places.start((row + column + 1) % 2, row) + column / 2
+    }
+
+    fn get(&self, row: usize, column: usize) -> f64 {
+        self.numbers.get(self.index(row, column))
+    }
+
+    /// Sets the border and the points of some rows: heat at the first row.
+    fn begin(&self, rows: Range<usize>) {
+        for row in rows {
+            for column in 0..self.edge + 2 {
+                let value = if row == 0 { 100.0 } else { 0.0 };
+                self.numbers.set(self.index(row, column), value);
+            }
+        }
+    }
+
+    /// Relaxes the points of one colour in some rows.
+    fn relax(&self, rows: Range<usize>, colour: usize) {
+        let numbers = &self.numbers;
+        for row in rows {
+            let first = 1 + (row + colour) % 2;
+            let own = self.places.start(colour, row) + first / 2;
+            let other = |row| self.places.start(1 - colour, row);
+            let (above, beside, below) = (other(row - 1) + first / 2, other(row), other(row + 1) + first / 2);
+            for at in 0..(self.edge + 2 - first) / 2 {
+                let around = numbers.get(above + at)
+                    + numbers.get(below + at)
+                    + numbers.get(beside + at)
+                    + numbers.get(beside + at + 1);
+                let old = numbers.get(own + at);
+                numbers.set(own + at, old + OMEGA * (around / 4.0 - old));
+            }
+        }
+    }
+}
+
+/// Returns the rows of a party among those of the grid, with the border if it is asked for.
+fn rows(edge: usize, parties: usize, party: usize, with_border: bool) -> Range<usize> {
+    let rows = share(edge, parties, party);
+    let is_first = with_border && party == 0;
+    let is_last = with_border && party + 1 == parties;
+    rows.start + usize::from(!is_first)..rows.end + 1 + usize::from(is_last)
+}
+
+/// Returns the places of a grid whose rows some nodes divide.
+fn places(edge: usize, nodes: usize) -> Places {
+    let node = |node| std::iter::repeat_n(node, rows(edge, nodes, node, true).len());
+    let nodes_of_rows: Vec<usize> = (0..nodes).flat_map(node).collect();
+    Places::new(&nodes_of_rows, nodes, (edge + 2).div_ceil(2), 2)
+}
+
 fn main() -> Result<()> {
-    rdmux_soft::register();
-    rdmux_hw::register();
-    let arguments: Vec<usize> = std::env::args()
-        .skip(1)
-        .map(|it| it.parse())
-        .collect::<Result<_, _>>()?;
-    let (edge, iterations) = match arguments[..] {
-        [] => (1022, 20),
-        [edge] => (edge, 20),
-        [edge, iterations] => (edge, iterations),
-        _ => bail!("usage: dsm_sor [EDGE [ITERATIONS]]"),
+    let Arguments {
+        edge,
+        iterations,
+        options,
+    } = Arguments::parse();
+    let node = Node::join(options)?;
+    let parties = node.parties();
+    ensure!(edge >= parties, "{edge} rows for {parties} threads");
+    let places_shared = places(edge, node.nodes());
+    let region = node.region_of(&places_shared)?;
+    let grid = Grid {
+        numbers: region.array::<f64>(0, places_shared.words()),
+        places: &places_shared,
+        edge,
     };
-    let session = Session::join(Cluster::of_environment()?, Duration::from_secs(30))?;
-    run(&session, edge, iterations)
-}
-
-/// A grid with a border of fixed values, in memory of either kind.
-trait Grid {
-    fn get(&self, index: usize) -> f64;
-    fn set(&mut self, index: usize, value: f64);
-}
-
-impl Grid for Vec<f64> {
-    fn get(&self, index: usize) -> f64 {
-        self[index]
-    }
-    fn set(&mut self, index: usize, value: f64) {
-        self[index] = value;
-    }
-}
-
-impl Grid for Array<'_, f64> {
-    fn get(&self, index: usize) -> f64 {
-        Array::get(self, index)
-    }
-    fn set(&mut self, index: usize, value: f64) {
-        Array::set(self, index, value);
-    }
-}
-
-/// Values of the border: heat at the first row.
-fn border(grid: &mut impl Grid, edge: usize, rows: std::ops::Range<usize>) {
-    let width = edge + 2;
-    for row in rows {
-        for column in 0..width {
-            grid.set(row * width + column, if row == 0 { 100.0 } else { 0.0 });
-        }
-    }
-}
-
-/// Relaxes the elements of one colour in some rows.
-fn relax(grid: &mut impl Grid, edge: usize, rows: std::ops::Range<usize>, colour: usize) {
-    let width = edge + 2;
-    for row in rows {
-        let first = 1 + (row + colour) % 2;
-        for at in (row * width + first..row * width + edge + 1).step_by(2) {
-            let around = grid.get(at - width) + grid.get(at + width) + grid.get(at - 1) + grid.get(at + 1);
-            let old = grid.get(at);
-            grid.set(at, old + OMEGA * (around / 4.0 - old));
-        }
-    }
-}
-
-fn run(session: &Session, edge: usize, iterations: usize) -> Result<()> {
-    let (node, nodes) = (session.node() as usize, session.nodes() as usize);
-    let width = edge + 2;
-    ensure!(edge >= nodes, "{edge} rows for {nodes} nodes");
-    // Node k has rows first(k) to first(k + 1), the border besides.
-    let first = |node: usize| 1 + node * edge / nodes;
-    let rows = first(node)..first(node + 1);
-    let bytes = (width * width * 8) as u64;
-    let row = (bytes / 4096).div_ceil(nodes as u64);
-    let region = session.region(&RegionOptions {
-        row,
-        ..RegionOptions::new(bytes)?
+    let outcomes = node.run(|party| {
+        grid.begin(rows(edge, parties, party.number, true));
+        let own = rows(edge, parties, party.number, false);
+        let timed = party.time(&region, |party| {
+            for half in 0..2 * iterations {
+                grid.relax(own.clone(), half % 2);
+                party.barrier()?;
+            }
+            Ok(())
+        })?;
+        let points = own.flat_map(|row| (0..edge + 2).map(move |column| (row, column)));
+        let sum = party.sum(points.map(|(row, column)| grid.get(row, column)).sum())?;
+        Ok((timed, sum))
     })?;
-    let mut grid = region.array::<f64>(0, width * width);
-    let mut thread = session.thread(0)?;
-    let parties = NonZeroU32::new(nodes as u32).unwrap_or(NonZeroU32::MIN);
+    let (shared, sum) = *outcomes.first().context("no thread")?;
 
-    let with_border =
-        if node == 0 { 0 } else { rows.start }..if node + 1 == nodes { width } else { rows.end };
-    border(&mut grid, edge, with_border);
-    thread.barrier(0, parties)?;
-    let before = region.stat();
-    let began = Instant::now();
-    for _ in 0..iterations {
-        for colour in 0..2 {
-            relax(&mut grid, edge, rows.clone(), colour);
-            thread.barrier(0, parties)?;
+    let places_alone = places(edge, 1);
+    let alone = Grid {
+        numbers: places_alone.alone::<f64>(),
+        places: &places_alone,
+        edge,
+    };
+    alone.begin(0..edge + 2);
+    let seconds = seconds(|| (0..2 * iterations).for_each(|half| alone.relax(1..edge + 1, half % 2)));
+    for row in rows(edge, node.nodes(), node.number(), false) {
+        for column in 0..edge + 2 {
+            let (is, should_be) = (grid.get(row, column), alone.get(row, column));
+            if is != should_be {
+                bail!("row {row} column {column}: {is} instead of {should_be}");
+            }
         }
     }
-    let seconds = began.elapsed().as_secs_f64();
-    let after = region.stat();
-
-    let own: f64 = (rows.start * width..rows.end * width)
-        .map(|at| Array::get(&grid, at))
-        .sum();
-    let total = thread.sum(0, parties, own)?;
-    let mut alone = vec![0.0; width * width];
-    border(&mut alone, edge, 0..width);
-    let began = Instant::now();
-    for _ in 0..iterations {
-        for colour in 0..2 {
-            relax(&mut alone, edge, 1..edge + 1, colour);
-        }
-    }
-    let sequential = began.elapsed().as_secs_f64();
-    let wrong = (rows.start * width..rows.end * width).find(|at| Array::get(&grid, *at) != alone[*at]);
-    if let Some(at) = wrong {
-        bail!(
-            "row {} column {}: {} instead of {}",
-            at / width,
-            at % width,
-            Array::get(&grid, at),
-            alone[at]
-        );
-    }
-    println!(
-        "node {node}: {seconds:.3} s, alone {sequential:.3} s, {} pages read, sum {total:.6}: correct",
-        after.fetches - before.fetches
-    );
-    thread.barrier(0, parties)?;
-    Ok(())
+    node.end(&Report {
+        shared,
+        alone: seconds,
+        result: ("sum", sum),
+    })
 }
