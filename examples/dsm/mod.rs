@@ -148,14 +148,14 @@ impl Node {
     }
 
     /// Makes a region of some words, of which each node is the home of `row` pages in turn.
-    pub(crate) fn region(&self, words: usize, row: usize) -> Result<Region> {
+    pub(crate) fn region(&self, words: usize, row: usize) -> Result<Region<'_>> {
         let options = RegionOptions::new(8 * words as u64)?;
         let row = row as u64;
         Ok(self.session.region(&RegionOptions { row, ..options })?)
     }
 
     /// Makes a region for items at their places.
-    pub(crate) fn region_of(&self, places: &Places) -> Result<Region> {
+    pub(crate) fn region_of(&self, places: &Places) -> Result<Region<'_>> {
         self.region(places.words(), places.words_of_node / PAGE_WORDS)
     }
 

@@ -191,8 +191,10 @@ impl Join<'_> {
         };
         let prepared = self.prepare(node)?;
         let own = self.hello(prepared.ring_key()).emit();
-        // A node whose answer is lost asks again.
-        if let Ok(connection) = request.accept(prepared.qp(), &self.params, &own) {
+        // A node whose answer is lost asks again. One that has it may find this node gone at once, but not absent.
+        if let Ok(connection) = request.accept(prepared.qp(), &self.params, &own)
+            && connection.wait_established()
+        {
             self.links[node.number() as usize] = Some(prepared.connected(connection, hello.ring));
         }
         Ok(())
