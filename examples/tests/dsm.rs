@@ -1,8 +1,9 @@
 //! The programs on distributed shared memory, with their nodes as processes of this host.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use rdmux_dsm::{Cluster, FaultMode};
@@ -23,10 +24,18 @@ fn program(name: &str) -> &'static str {
     }
 }
 
+/// Returns an address of the loopback interface for one cluster: the processes that share an address are limited.
+fn address() -> IpAddr {
+    static CLUSTERS: AtomicU8 = AtomicU8::new(0);
+    let cluster = CLUSTERS.fetch_add(1, Ordering::Relaxed);
+    let pid = std::process::id().to_be_bytes();
+    Ipv4Addr::new(127, 64 | cluster & 0x3f, pid[2], pid[3]).into()
+}
+
 /// Runs a program on some nodes. Returns how each has ended.
 fn run(name: &str, nodes: u32, mode: FaultMode, arguments: &[&str]) -> Vec<Output> {
     rdmux_soft::register();
-    let clusters = Cluster::on_this_host(Ipv4Addr::LOCALHOST.into(), nodes).unwrap();
+    let clusters = Cluster::on_this_host(address(), nodes).unwrap();
     let start = |mut cluster: Cluster| {
         // A busy host does not decide the outcome.
         cluster.lease = Duration::from_secs(120);

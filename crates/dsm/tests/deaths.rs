@@ -17,7 +17,7 @@ const PAGE: u64 = 4096;
 const PAGES: u64 = 16;
 /// Locks of [`locked`].
 const LOCKS: u64 = 40;
-const LEASE: Duration = Duration::from_secs(2);
+const LEASE: Duration = Duration::from_secs(8);
 
 #[test]
 fn node() {

@@ -3,9 +3,10 @@
 
 use std::fs::File;
 use std::io::{Read, Seek};
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use rdmux_dsm::{Cluster, FaultMode, Session};
@@ -36,10 +37,18 @@ pub(crate) struct Node {
     output: File,
 }
 
+/// Returns an address of the loopback interface for one cluster: the processes that share an address are limited.
+fn address() -> IpAddr {
+    static CLUSTERS: AtomicU8 = AtomicU8::new(0);
+    let cluster = CLUSTERS.fetch_add(1, Ordering::Relaxed);
+    let pid = std::process::id().to_be_bytes();
+    Ipv4Addr::new(127, 64 | cluster & 0x3f, pid[2], pid[3]).into()
+}
+
 /// Starts the nodes of a cluster on this host.
 pub(crate) fn start(part: &str, nodes: u32, mode: FaultMode, lease: Duration) -> Vec<Node> {
     rdmux_soft::register();
-    let clusters = Cluster::on_this_host(Ipv4Addr::LOCALHOST.into(), nodes).unwrap();
+    let clusters = Cluster::on_this_host(address(), nodes).unwrap();
     let start = |mut cluster: Cluster| {
         cluster.lease = lease;
         let output = tempfile::tempfile().unwrap();
@@ -60,7 +69,8 @@ pub(crate) fn start(part: &str, nodes: u32, mode: FaultMode, lease: Duration) ->
 
 /// Starts nodes, waits for them, and checks that all succeed. Returns what each has printed.
 pub(crate) fn run(part: &str, nodes: u32, mode: FaultMode) -> Vec<String> {
-    let nodes = start(part, nodes, mode, Cluster::LEASE);
+    // A busy host does not decide the outcome.
+    let nodes = start(part, nodes, mode, LONG);
     nodes.into_iter().map(Node::succeed).collect()
 }
 
