@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::memory::Access;
 use crate::region::Region;
@@ -56,7 +56,7 @@ pub struct Array<'a, T> {
     region: &'a Region<'a>,
     /// Offset of the first number in the region, in bytes.
     offset: u64,
-    len: usize,
+    words: &'a [AtomicU64],
     numbers: PhantomData<T>,
 }
 
@@ -65,19 +65,19 @@ impl<'a, T: Number> Array<'a, T> {
         Array {
             region,
             offset,
-            len,
+            words: region.mapping().double_words(offset as usize, len),
             numbers: PhantomData,
         }
     }
 
     /// Returns the number of elements.
     pub fn len(&self) -> usize {
-        self.len
+        self.words.len()
     }
 
     /// Returns whether there are no elements.
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.words.is_empty()
     }
 
     /// Returns an element.
@@ -86,7 +86,7 @@ impl<'a, T: Number> Array<'a, T> {
     /// If there is no such element.
     #[inline]
     pub fn get(&self, index: usize) -> T {
-        T::of_bits(self.word(index).load(Ordering::Relaxed))
+        T::of_bits(self.words[index].load(Ordering::Relaxed))
     }
 
     /// Sets an element.
@@ -95,7 +95,7 @@ impl<'a, T: Number> Array<'a, T> {
     /// If there is no such element.
     #[inline]
     pub fn set(&self, index: usize, value: T) {
-        self.word(index).store(value.to_bits(), Ordering::Relaxed);
+        self.words[index].store(value.to_bits(), Ordering::Relaxed);
     }
 
     /// Gets a right to elements, which other nodes may take again at once: their accesses that follow take no fault until then.
@@ -106,17 +106,10 @@ impl<'a, T: Number> Array<'a, T> {
     /// # Panics
     /// If there are no such elements.
     pub fn acquire(&self, elements: Range<usize>, access: Access) -> Result<(), Error> {
-        assert!(elements.end <= self.len, "elements {elements:?} of {}", self.len);
+        let len = self.len();
+        assert!(elements.end <= len, "elements {elements:?} of {len}");
         let byte = |element: usize| self.offset + 8 * element as u64;
         self.region
             .acquire(byte(elements.start)..byte(elements.end), access)
-    }
-
-    #[inline]
-    fn word(&self, index: usize) -> &'a std::sync::atomic::AtomicU64 {
-        assert!(index < self.len, "element {index} of {}", self.len);
-        self.region
-            .mapping()
-            .double_word(self.offset as usize + 8 * index)
     }
 }

@@ -128,6 +128,8 @@ pub(crate) struct Queues {
 pub(crate) struct Driver {
     own: NodeId,
     queues: Queues,
+    /// The queue of bells is armed, and no turn has driven the device since, whose own thread rests for a while after that.
+    is_armed: bool,
     peers: Vec<Peer>,
     membership: Membership,
     regions: Vec<Option<Region>>,
@@ -158,6 +160,7 @@ impl Driver {
         Driver {
             own,
             queues,
+            is_armed: false,
             peers: peers.collect(),
             membership: Membership::new(own, members.iter().copied()),
             regions: Vec::new(),
@@ -252,16 +255,26 @@ impl Driver {
         self.poll_work();
         // The nodes write frames, and then look whether this one sleeps: one of the two sees the other.
         fence(Ordering::SeqCst);
+        let is_busy = self.links().any(Link::is_busy);
+        if self.is_armed && !is_busy {
+            return !self.turn(false) && self.is_armed;
+        }
         self.queues.bells.arm(Arm::Next);
-        let is_busy = self
-            .peers
-            .iter()
-            .filter_map(|peer| peer.link.as_ref())
-            .any(Link::is_busy);
         if is_busy {
             self.queues.work.arm(Arm::Next);
         }
-        !self.turn(true)
+        let has_come = self.turn(true);
+        self.is_armed = !has_come;
+        !has_come
+    }
+
+    /// Returns whether packets carry frames, which turns take only if they drive the device.
+    pub(crate) fn uses_packets(&self) -> bool {
+        self.links().any(Link::uses_packets)
+    }
+
+    fn links(&self) -> impl Iterator<Item = &Link> {
+        self.peers.iter().filter_map(|peer| peer.link.as_ref())
     }
 
     /// Takes the frames that have come.
@@ -298,19 +311,19 @@ impl Driver {
 
     /// Returns whether all that this node has sent has arrived.
     pub(crate) fn has_sent_all(&self) -> bool {
-        let mut links = self.peers.iter().filter_map(|peer| peer.link.as_ref());
-        !links.any(Link::is_sending)
+        !self.links().any(Link::is_sending)
     }
 
     /// Takes the completions of requests, if there are any without one.
     fn poll_work(&mut self) -> bool {
-        let links = self.peers.iter().filter_map(|peer| peer.link.as_ref());
-        if !{ links }.any(Link::has_outstanding) {
+        if !self.links().any(Link::has_outstanding) {
             return false;
         }
         let mut completions = [WorkCompletion::default(); BATCH];
         let found = self.queues.work.poll_into(&mut completions);
         completions[..found].iter().for_each(|it| self.completed(it));
+        // With nothing to take, the call drives the device.
+        self.is_armed &= found > 0;
         found > 0
     }
 
@@ -319,6 +332,7 @@ impl Driver {
         let mut completions = [WorkCompletion::default(); BATCH];
         let found = self.queues.bells.poll_into(&mut completions);
         completions[..found].iter().for_each(|it| self.completed(it));
+        self.is_armed = false;
         found > 0
     }
 

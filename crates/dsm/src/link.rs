@@ -184,6 +184,7 @@ impl Prepared {
             posted: 0,
             done: 0,
             is_direct: false,
+            uses_packets: false,
             rung: 0,
             owes_bell: false,
             sleeps: 0,
@@ -232,6 +233,8 @@ pub(crate) struct Link {
     done: u32,
     /// The last frame was written when it was posted.
     is_direct: bool,
+    /// The last frame was not.
+    uses_packets: bool,
     /// Value of the peer's word for which the bell was rung, or from which the peer has woken.
     rung: u32,
     /// A frame was posted since the last look whether the bell is to be rung.
@@ -266,6 +269,11 @@ impl Link {
         }
         self.reads += 1;
         self.post_request(SendRequest::read(into, from), WorkId::Read(number))
+    }
+
+    /// Returns whether the last frames went by packets.
+    pub(crate) fn uses_packets(&self) -> bool {
+        self.uses_packets
     }
 
     /// Notes the completion of a request.
@@ -343,6 +351,7 @@ impl Link {
         }
         self.owes_bell = false;
         self.is_direct = self.done == self.posted;
+        self.uses_packets = !self.is_direct;
         // The node writes its word, and then looks at its ring for the last time: one of the two sees the other.
         fence(Ordering::SeqCst);
         let word = u32::from_le(self.ring.mapping().load(SLEEPS_AT));

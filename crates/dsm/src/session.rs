@@ -33,8 +33,8 @@ use crate::thread::Thread;
 /// Longest sleep of a waiting thread before it looks at the connections.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Turns of a waiting thread, of which the last one drives the device.
-const TURNS: u32 = 16;
+/// Turns of a waiting thread, of which the last one drives the device; where packets carry frames, each does.
+const TURNS: u32 = 64;
 
 /// Tries of a thread to leave the turns to nobody before it wakes the service thread.
 const RESTS: u32 = 4;
@@ -509,7 +509,8 @@ impl Shared {
         let result = 'wait: loop {
             for turn in 1..=TURNS {
                 let mut driver = self.lock();
-                driver.turn(turn == TURNS);
+                let thoroughly = turn == TURNS || driver.uses_packets();
+                driver.turn(thoroughly);
                 changes = driver.changes();
                 if let Some(result) = done(&mut driver).transpose() {
                     self.stop_polling(&mut driver);

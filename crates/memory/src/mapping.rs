@@ -342,6 +342,19 @@ impl Mapping {
         unsafe { AtomicU64::from_ptr(at.cast()) }
     }
 
+    /// Returns aligned groups of 8 bytes of a writable mapping.
+    ///
+    /// # Panics
+    /// If they lie outside of the mapping, are not aligned, or the mapping is not writable.
+    pub fn double_words(&self, offset: usize, len: usize) -> &[AtomicU64] {
+        let bytes = (len as u64).checked_mul(8);
+        let at = bytes.and_then(|bytes| self.at_writable(offset as u64, bytes).ok());
+        let at = at.expect("bytes of the mapping");
+        assert!(offset.is_multiple_of(8));
+        // SAFETY: as for `word`, with `len` times 8 bytes, whose number does not overflow.
+        unsafe { std::slice::from_raw_parts(at.cast::<AtomicU64>(), len) }
+    }
+
     /// Loads 64 aligned bytes, 8 at a time and each of them once, also of a mapping that is not writable: others may write them meanwhile.
     ///
     /// # Panics
