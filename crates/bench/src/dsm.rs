@@ -116,7 +116,7 @@ fn floor(name: &'static str, home: &'static str) -> Line {
 
 const INLINE: Fault = Fault {
     mode: FaultMode::Inline,
-    home: "running",
+    home: None,
     over_udp: false,
 };
 const THREAD: Fault = Fault {
@@ -128,7 +128,7 @@ const MPROTECT: Fault = Fault {
     ..INLINE
 };
 const INLINE_ASLEEP: Fault = Fault {
-    home: "blocked",
+    home: Some("blocked"),
     ..INLINE
 };
 const INLINE_UDP: Fault = Fault {
