@@ -7,12 +7,13 @@ mod service;
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::convert::Infallible;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rdmux_key::random_nonce;
 use rdmux_runtime::Waiting;
 use rdmux_verbs::provider::Waker;
 use rdmux_verbs::{Fault, ProtectionDomain};
@@ -38,6 +39,10 @@ const TURNS: u32 = 64;
 
 /// Tries of a thread to leave the turns to nobody before it wakes the service thread.
 const RESTS: u32 = 4;
+
+/// Addresses of regions: below those of programs and libraries where addresses have 47 bits or more.
+const ADDRESSES: Range<u64> = 1 << 44..5 << 44;
+const ADDRESS_ALIGNMENT: u64 = 2 << 20;
 
 /// Addresses that are tried for a region before it is given up.
 const ATTEMPTS: u32 = 16;
@@ -242,24 +247,24 @@ struct Agreement<'a, 'o> {
 impl<'a> Agreement<'a, '_> {
     fn reach(&self) -> Result<Region<'a>, Error> {
         let own = self.session.cluster.own();
-        // Earlier views stay mapped, so that the system gives other addresses.
+        // Earlier views stay mapped: the others may still read them.
         let mut earlier = Vec::new();
         for attempt in 0..ATTEMPTS {
-            let mut address = None;
-            if own.number() > 0 {
+            let view = if own.number() == 0 {
+                self.map_anywhere()?
+            } else {
                 let offer = self.wait_for_offer(attempt)?;
                 if offer.pages != self.pages()? || offer.digest != self.digest() {
                     let (node, region) = (0, self.number);
                     return Err(Error::Differs { node, region });
                 }
-                address = Some(offer.address);
-            }
-            let view = match self.map(address) {
-                Err(Error::Memory(memory::Error::Place(_))) if address.is_some() => {
-                    self.tell_first(attempt, Step::Taken);
-                    continue;
+                match self.map(Some(offer.address)) {
+                    Err(Error::Memory(memory::Error::Place(_))) => {
+                        self.tell_first(attempt, Step::Taken);
+                        continue;
+                    }
+                    view => view?,
                 }
-                view => view?,
             };
             let pages = self.publish(attempt, view)?;
             if self.has_agreed(attempt)? {
@@ -272,6 +277,20 @@ impl<'a> Agreement<'a, '_> {
         }
         let bytes = self.options.bytes;
         Err(Error::NoAddress { bytes })
+    }
+
+    /// Maps the region far from where the system maps libraries, which each node has elsewhere, or else where the system wishes.
+    fn map_anywhere(&self) -> Result<View, Error> {
+        for _ in 0..ATTEMPTS {
+            let nonce = random_nonce()?;
+            let number = u64::from_le_bytes(*nonce.first_chunk().unwrap_or(&[0; 8]));
+            let address = ADDRESSES.start + number % (ADDRESSES.end - ADDRESSES.start);
+            match self.map(Some(address.next_multiple_of(ADDRESS_ALIGNMENT))) {
+                Err(Error::Memory(memory::Error::Place(_))) => {}
+                view => return view,
+            }
+        }
+        self.map(None)
     }
 
     fn pages(&self) -> Result<u64, Error> {
