@@ -23,7 +23,7 @@ static const char *const NAMES[] = {"inline", "same-cpu", "other-cpu", "idle-cpu
 
 #define END UINT32_MAX
 
-/* Where one side takes messages: a word, a line apart and the next one, which the processor may fetch along, and the event that wakes it. */
+/* Place at which one side takes messages: a word, a line apart and the next one, which the processor may fetch along, and the event that wakes it. */
 struct side {
 	_Alignas(128) _Atomic uint32_t word;
 	int event;

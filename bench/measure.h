@@ -1,4 +1,4 @@
-/* What the C programs of the bench share: the clock, CPUs, percentiles. Include it first. */
+/* Shared by the C programs of the bench: the clock, CPUs, percentiles. Include it first. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sched.h>

@@ -1,4 +1,4 @@
-/* What a library call instead of a page fault costs: 4 KiB by MPI_Get from a passive target's window, rank 0 on CPU 0 from rank 1 on CPU 1.
+/* Measures a library call instead of a page fault: 4 KiB by MPI_Get from a passive target's window, rank 0 on CPU 0 from rank 1 on CPU 1.
  * `mpi_get` prints a line of JSON with percentiles in microseconds. The pages are 1,024 in turn, as in dsm_floor.c; the target waits in a barrier. */
 #include "measure.h"
 

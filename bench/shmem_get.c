@@ -1,4 +1,4 @@
-/* What mpi_get.c measures, by shmem_getmem of OpenSHMEM: PE 0 on CPU 0 from PE 1 on CPU 1, which waits in a barrier. */
+/* Measures the same as mpi_get.c, by shmem_getmem of OpenSHMEM: PE 0 on CPU 0 from PE 1 on CPU 1, which waits in a barrier. */
 #include "measure.h"
 
 #include <shmem.h>

@@ -268,7 +268,7 @@ impl Party<'_> {
     }
 }
 
-/// What a part of a program took at this node.
+/// Cost of a part of a program at this node.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Timed {
     seconds: f64,

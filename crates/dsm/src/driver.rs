@@ -637,7 +637,7 @@ impl Driver {
         let peer = self.peer(number);
         let is_ending = peer.is_none_or(|peer| std::mem::replace(&mut peer.is_ending, true));
         if has_only_left && !is_ending {
-            // What it has written before counts.
+            // Frames that it has written before count.
             self.receive_from(number);
         }
         let (Some(node), Some(peer)) = (NodeId::new(number), self.peers.get_mut(number as usize)) else {

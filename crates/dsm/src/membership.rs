@@ -233,7 +233,7 @@ impl Membership {
         }
         let epoch = self.epoch();
         self.send(from, Message::Consent { epoch });
-        // What this node has told a coordinator before may be lost with it.
+        // A coordinator that was told of these before may be lost with that.
         for node in self
             .failed
             .iter()

@@ -47,7 +47,7 @@ struct Received {
     last: u64,
 }
 
-/// What never changes is left out.
+/// Leaves out the parts that never change.
 impl Hash for Peers {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.epoch.hash(state);

@@ -75,6 +75,7 @@ fn wait_for<'a>(nodes: impl IntoIterator<Item = &'a mut Node>, text: &str) {
     for node in nodes {
         while !node.printed().contains(text) {
             assert!(Instant::now() < deadline, "{}", node.printed());
+            // A look at the condition again and again: a file does not report that it has grown.
             std::thread::sleep(Duration::from_millis(5));
         }
     }

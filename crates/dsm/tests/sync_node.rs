@@ -394,7 +394,7 @@ fn handle_message__that_no_correct_node_sends_is_an_accusation() {
         assert_eq!(actions(&mut after), [Action::Accuse { node, violation }]);
         assert_eq!(home.node, after, "{body:?}");
     }
-    // What was there goes on.
+    // The calls from before go on.
     assert_eq!(
         home.answers(1, 0, 0, Body::Unlock(EXCLUSIVE)),
         [(1, 0, Body::Done(0)), (1, 1, GRANTED)]

@@ -27,7 +27,7 @@ const JOINING: Duration = Duration::from_secs(10);
 /// Conditions of a measurement.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fault {
-    /// Who answers the fault.
+    /// Mode in which the fault is answered.
     pub mode: FaultMode,
     /// Value of `RDMUX_WAIT` of the home, if it is not to wait as the machine's load allows. (A value would have its device's thread poll, too.)
     pub home: Option<&'static str>,

@@ -61,7 +61,7 @@ struct Recall {
 /// The module's text says how much memory it takes.
 const _: () = assert!(size_of::<Page>() <= 64);
 
-/// What never changes is left out.
+/// Leaves out the parts that never change.
 impl Hash for Pages {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.pages.hash(state);

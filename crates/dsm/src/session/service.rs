@@ -33,7 +33,7 @@ pub(super) fn serve(shared: &Shared) {
             // A node that fell silent just after an answer is noticed before its lease is over.
             driver.probe(shared.lease / PROBES * (PROBES - 2));
         }
-        sleep(shared, &readers);
+        rest(shared, &readers);
     }
 }
 
@@ -61,7 +61,7 @@ fn turn(shared: &Shared, readers: &[(u32, Pages)], faults: &mut Vec<Fault>) -> b
 }
 
 /// Sleeps until something has come. While a thread of the program polls, only faults and the time end its sleep.
-fn sleep(shared: &Shared, readers: &[(u32, Pages)]) {
+fn rest(shared: &Shared, readers: &[(u32, Pages)]) {
     {
         let mut driver = shared.lock();
         if !shared.is_polled() && !driver.rest() {

@@ -19,7 +19,7 @@ pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 pub(crate) const MODES: [FaultMode; 3] = [FaultMode::Thread, FaultMode::Inline, FaultMode::Mprotect];
 
-/// What the nodes of a test do.
+/// Name and work of the nodes of a test.
 pub(crate) type Part = (&'static str, fn(&Session));
 
 /// Runs the part of this process, if it is a node: called by the test `node`, which does nothing else.

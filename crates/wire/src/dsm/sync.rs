@@ -238,7 +238,7 @@ impl Body {
             44 => refusal(code, extra).map(Body::Refused),
             _ => return undefined("kind of a message", kind.into()),
         };
-        // What a kind does not have is 0.
+        // Fields that a kind does not have are 0.
         let is_whole = |it: &Body| it.fields() == *fields;
         body.filter(is_whole).ok_or(Malformed::Undefined {
             what: "fields of a message of kind",
