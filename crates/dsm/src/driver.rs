@@ -311,7 +311,8 @@ impl Driver {
 
     /// Returns whether all that this node has sent has arrived.
     pub(crate) fn has_sent_all(&self) -> bool {
-        !self.links().any(Link::is_sending)
+        // A node that has left takes nothing more: its requests may stay without an end until the next probe.
+        !self.links().any(|link| link.is_sending() && !link.is_ended())
     }
 
     /// Takes the completions of requests, if there are any without one.

@@ -191,10 +191,9 @@ impl Join<'_> {
         };
         let prepared = self.prepare(node)?;
         let own = self.hello(prepared.ring_key()).emit();
-        // A node whose answer is lost asks again. One that has it may find this node gone at once, but not absent.
-        if let Ok(connection) = request.accept(prepared.qp(), &self.params, &own)
-            && connection.wait_established()
-        {
+        if let Ok(connection) = request.accept(prepared.qp(), &self.params, &own) {
+            // A node that has this one's answer finds it gone at worst, not absent; and one that left at once has joined, and is gone.
+            connection.wait_established();
             self.links[node.number() as usize] = Some(prepared.connected(connection, hello.ring));
         }
         Ok(())
