@@ -79,6 +79,8 @@ void *rdmux_dsm_region_address(struct rdmux_dsm_region *region);
 uint64_t rdmux_dsm_region_bytes(struct rdmux_dsm_region *region);
 /* Gets a right to bytes of the region, which other nodes may take again at once. */
 int rdmux_dsm_acquire_range(struct rdmux_dsm_region *region, const volatile void *start, size_t bytes, enum rdmux_dsm_access access);
+/* Asks for a right to bytes of the region without waiting: a later touch of them waits less. At most 256 pages that are away are asked for. */
+int rdmux_dsm_prefetch(struct rdmux_dsm_region *region, const volatile void *start, size_t bytes, enum rdmux_dsm_access access);
 /* Copies bytes of the region into memory that is in no region. */
 int rdmux_dsm_read(struct rdmux_dsm_region *region, const volatile void *from, void *to, size_t bytes);
 /* Copies bytes from memory that is in no region into the region. */

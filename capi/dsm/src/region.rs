@@ -173,6 +173,15 @@ extern "C" fn rdmux_dsm_region_bytes(region: *mut Region) -> u64 {
     bytes.unwrap_or(0)
 }
 
+/// Returns the access that the program gives by its number.
+fn access_of(number: c_uint) -> Result<Access, Failure> {
+    match number {
+        1 => Ok(Access::Read),
+        2 => Ok(Access::Write),
+        other => Err(Failure::invalid(format!("{other} is no enum rdmux_dsm_access"))),
+    }
+}
+
 #[unsafe(no_mangle)]
 extern "C" fn rdmux_dsm_acquire_range(
     region: *mut Region,
@@ -182,14 +191,23 @@ extern "C" fn rdmux_dsm_acquire_range(
 ) -> c_int {
     status(|| {
         let region = find(region)?;
-        let access = match access {
-            1 => Access::Read,
-            2 => Access::Write,
-            other => return Err(Failure::invalid(format!("{other} is no enum rdmux_dsm_access"))),
-        };
-        region
-            .inner
-            .acquire(region.offsets(start.addr(), bytes)?, access)?;
+        let offsets = region.offsets(start.addr(), bytes)?;
+        region.inner.acquire(offsets, access_of(access)?)?;
+        Ok(0)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn rdmux_dsm_prefetch(
+    region: *mut Region,
+    start: *const c_void,
+    bytes: usize,
+    access: c_uint,
+) -> c_int {
+    status(|| {
+        let region = find(region)?;
+        let offsets = region.offsets(start.addr(), bytes)?;
+        region.inner.prefetch(offsets, access_of(access)?);
         Ok(0)
     })
 }

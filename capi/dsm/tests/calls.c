@@ -1,8 +1,10 @@
 /* Each function on all nodes: its result, and what it changes. */
 #include "check.h"
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <time.h>
 
 enum { PAGE = 4096, WORDS = 64, ROUNDS = 20, THREADS = 3 };
 
@@ -27,6 +29,16 @@ static void regions(struct rdmux_dsm_thread *thread)
 	uint32_t next = (node + 1) % nodes;
 	memset(bytes + node * PAGE, 'a' + node, PAGE);
 	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	/* Asked for, the page comes without a touch. */
+	struct rdmux_dsm_stat before, after;
+	CHECK(rdmux_dsm_region_stat(region, &before) == 0);
+	CHECK(rdmux_dsm_prefetch(region, bytes + next * PAGE, PAGE, RDMUX_DSM_READ) == 0);
+	time_t deadline = time(NULL) + LONG_MS / 1000;
+	do {
+		CHECK(time(NULL) < deadline);
+		sched_yield();
+		CHECK(rdmux_dsm_region_stat(region, &after) == 0);
+	} while (after.fetches == before.fetches && nodes > 1);
 	CHECK(bytes[next * PAGE] == (char)('a' + next) && bytes[(next + 1) * PAGE - 1] == (char)('a' + next));
 	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
 
@@ -39,7 +51,6 @@ static void regions(struct rdmux_dsm_thread *thread)
 	CHECK(rdmux_dsm_read(region, bytes + 8 * PAGE, NULL, 0) == 0);
 
 	/* A node that has the right takes no fault. The others do not touch the page. */
-	struct rdmux_dsm_stat before, after;
 	if (node == nodes - 1) {
 		CHECK(rdmux_dsm_acquire_range(region, bytes + 7 * PAGE, PAGE, RDMUX_DSM_WRITE) == 0);
 		CHECK(rdmux_dsm_region_stat(region, &before) == 0);

@@ -77,6 +77,8 @@ static void arguments(struct rdmux_dsm_region *region)
 	FAILS(rdmux_dsm_acquire_range(region, bytes + 1, SIZE_MAX, RDMUX_DSM_READ), EINVAL, "not in the region");
 	FAILS(rdmux_dsm_acquire_range(region, bytes, 1, 3), EINVAL, "enum rdmux_dsm_access");
 	FAILS(rdmux_dsm_acquire_range(region, bytes, 1, 0), EINVAL, "enum rdmux_dsm_access");
+	FAILS(rdmux_dsm_prefetch(region, bytes, PAGE + 1, RDMUX_DSM_READ), EINVAL, "not in the region");
+	FAILS(rdmux_dsm_prefetch(region, bytes, 1, 3), EINVAL, "enum rdmux_dsm_access");
 	FAILS(rdmux_dsm_read(region, bytes, NULL, 1), EINVAL, "no memory");
 	FAILS(rdmux_dsm_read(region, bytes, bytes + 8, 8), EINVAL, "in a region");
 	FAILS(rdmux_dsm_write(region, bytes, bytes - 4, 8), EINVAL, "in a region");
