@@ -8,6 +8,7 @@ use rdmux_runtime::Waiting;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{LOOK, Shared};
+use crate::driver::Patience;
 use crate::memory::userfault::Fault;
 use crate::region::Pages;
 
@@ -29,9 +30,12 @@ pub(super) fn serve(shared: &Shared) {
         waiting.came(began);
         if probed.elapsed() >= shared.lease / PROBES {
             probed = Instant::now();
-            let mut driver = shared.lock();
-            // A node that fell silent just after an answer is noticed before its lease is over.
-            driver.probe(shared.lease / PROBES * (PROBES - 2));
+            shared.lock().probe(Patience {
+                // A node that fell silent just after an answer is noticed before its lease is over.
+                lease: shared.lease / PROBES * (PROBES - 2),
+                joining: shared.joining,
+                answers: shared.lease * 2,
+            });
         }
         rest(shared, &readers);
     }
