@@ -21,7 +21,7 @@ pub(crate) use self::presence::Patience;
 use self::presence::{Questions, Wait};
 use crate::link::{Link, LinkError, WorkId};
 use crate::membership::{self, Membership};
-use crate::memory::{self, Access, Change, PageState};
+use crate::memory::{self, Access, Change, PageBatch, PageState};
 use crate::protocol::{self, Action, Right, Violation};
 use crate::region::Pages;
 use crate::sync;
@@ -96,6 +96,9 @@ pub(crate) struct Region {
     mr: MemoryRegion,
     /// Keys of the others' aliases, by the numbers of the nodes.
     keys: Vec<Option<RemoteBuffer>>,
+    /// Tasks of the protocol that are carried out together.
+    protections: Vec<(u64, u64, Right)>,
+    batch: PageBatch,
     stat: Stat,
 }
 
@@ -143,6 +146,8 @@ pub(crate) struct Driver {
     peers: Vec<Peer>,
     membership: Membership,
     regions: Vec<Option<Region>>,
+    /// Numbers of the regions whose state machines have decided something that is not carried out.
+    undone: Vec<u32>,
     making: Vec<Making>,
     sync: sync::Node,
     /// Ends of calls that their threads have not taken, by the numbers of the threads.
@@ -176,6 +181,7 @@ impl Driver {
             peers: peers.collect(),
             membership: Membership::new(own, members.iter().copied()),
             regions: Vec::new(),
+            undone: Vec::new(),
             making: Vec::new(),
             sync: sync::Node::new(own, 0, 0, &members, homes),
             outcomes: vec![None; sync::THREADS_MAX.into()],
@@ -222,12 +228,6 @@ impl Driver {
         self.membership.epoch()
     }
 
-    /// Returns whether a page has been asked for, and has not come.
-    pub(crate) fn is_asked(&mut self, region: u32, page: u32) -> bool {
-        let region = self.region(region);
-        region.is_some_and(|region| region.protocol.is_awaited(page.into()))
-    }
-
     /// Notes an error of the system.
     pub(crate) fn fail(&mut self, error: memory::Error) {
         self.note_failure(Err(error));
@@ -245,6 +245,7 @@ impl Driver {
             if !(self.receive() | self.poll_work() | (thoroughly && self.poll_bells())) {
                 break;
             }
+            self.carry_out();
             any = true;
         }
         if any {
@@ -256,9 +257,15 @@ impl Driver {
 
     /// Ends a change of the state: rings the bells of nodes that may not see the frames which it has sent.
     pub(crate) fn settle(&mut self) {
-        // Frames that were written when they were posted have their completions.
-        self.poll_work();
-        self.each_link(Link::ring);
+        loop {
+            self.carry_out();
+            // Frames that were written when they were posted have their completions.
+            self.poll_work();
+            self.each_link(Link::ring);
+            if self.undone.is_empty() {
+                return;
+            }
+        }
     }
 
     /// Prepares for a time in which nobody takes turns, but all that comes makes the descriptor of a queue readable. Returns false if something has
@@ -456,7 +463,8 @@ impl Driver {
         };
         let taken = region.protocol.handle_message(from, &message);
         self.hold_if(taken.is_err(), number, bytes);
-        self.carry_out(message.region);
+        // What the next messages ask for is carried out together with it.
+        self.decided(message.region);
     }
 
     /// Keeps a message if it has to wait for news of the membership.
@@ -508,6 +516,14 @@ impl Driver {
         self.regions.get_mut(number as usize)?.as_mut()
     }
 
+    /// Asks for a right to a page, unless this node has it or has asked.
+    pub(crate) fn ask(&mut self, number: u32, pages: &Pages, page: u32, access: Access) {
+        let is_asked = |region: &mut Region| region.protocol.is_awaited(page.into());
+        if !pages.allow(page, access) && !self.region(number).is_none_or(is_asked) {
+            self.fault(number, page, access);
+        }
+    }
+
     /// Takes a fault of the program, or its wish for a right.
     pub(crate) fn fault(&mut self, number: u32, page: u32, access: Access) {
         let Some(region) = self.region(number) else { return };
@@ -516,7 +532,7 @@ impl Driver {
             Access::Write => region.stat.write_faults += 1,
         }
         region.protocol.handle_fault(page.into(), access);
-        self.carry_out(number);
+        self.decided(number);
     }
 
     /// Returns the counts of a region.
@@ -524,11 +540,31 @@ impl Driver {
         self.region(number).map_or(Stat::default(), |region| region.stat)
     }
 
-    /// Carries out what a region's state machine has decided.
-    fn carry_out(&mut self, number: u32) {
-        while let Some(region) = self.region(number)
-            && let Some(action) = region.protocol.poll_action()
-        {
+    /// Notes that a region's state machine has decided something.
+    fn decided(&mut self, number: u32) {
+        if !self.undone.contains(&number) {
+            self.undone.push(number);
+        }
+    }
+
+    /// Carries out what the regions' state machines have decided.
+    pub(crate) fn carry_out(&mut self) {
+        while let Some(number) = self.undone.pop() {
+            self.carry_out_of(number);
+        }
+    }
+
+    fn carry_out_of(&mut self, number: u32) {
+        while let Some(region) = self.region(number) {
+            let Some(action) = region.protocol.poll_action() else {
+                let changed = region.protect();
+                match changed {
+                    Ok(0) => return,
+                    Ok(_) => {}
+                    Err(error) => self.fail(error),
+                }
+                continue;
+            };
             match action {
                 Action::Send { to, message } => {
                     region.stat.messages += 1;
@@ -546,18 +582,17 @@ impl Driver {
                         from,
                     });
                 }
-                Action::Protect { unit, task, right } => {
-                    let changed = region.protect(unit, right);
-                    region.protocol.handle_protected(unit, task);
-                    self.note_failure(changed);
-                }
+                Action::Protect { unit, task, right } => region.protections.push((unit, task, right)),
                 Action::Wake { unit } => {
                     let woken = region.pages.wake(unit as u32);
                     self.changes += 1;
                     self.note_failure(woken);
                 }
                 Action::Poison { unit, node } => {
-                    let poisoned = region.pages.poison(unit as u32, node);
+                    // A protection that ended later would let the program use the unit again.
+                    let poisoned = region
+                        .protect()
+                        .and_then(|_| region.pages.poison(unit as u32, node));
                     self.changes += 1;
                     self.note_failure(poisoned);
                 }
@@ -623,7 +658,7 @@ impl Driver {
             region.stat.fetches += u64::from(has_landed);
             region.protocol.handle_pulled(pull.unit, pull.task, has_landed);
         }
-        self.carry_out(pull.region);
+        self.decided(pull.region);
     }
 
     /// Ends the connection to a node, which will have to leave.
@@ -632,11 +667,10 @@ impl Driver {
             loss,
             Loss::Left | Loss::Link(LinkError::Status(_) | LinkError::Post(_))
         );
-        let peer = self.peer(number);
-        let is_ending = peer.is_none_or(|peer| std::mem::replace(&mut peer.is_ending, true));
-        if has_only_left && !is_ending {
-            // Frames that it has written before count.
-            self.receive_from(number);
+        if has_only_left {
+            self.take_last_frames(number);
+        } else if let Some(peer) = self.peer(number) {
+            peer.is_ending = true;
         }
         let (Some(node), Some(peer)) = (NodeId::new(number), self.peers.get_mut(number as usize)) else {
             return;
@@ -648,12 +682,22 @@ impl Driver {
         }
     }
 
+    /// Takes the frames that a node has written before it left, or before others told that it has: they may end waits.
+    fn take_last_frames(&mut self, number: u32) {
+        let peer = self.peer(number);
+        let is_ending = peer.is_none_or(|peer| std::mem::replace(&mut peer.is_ending, true));
+        if !is_ending {
+            self.receive_from(number);
+        }
+    }
+
     /// Carries out what the membership's state machine has decided, upon a message of a node or without one.
     fn follow_membership(&mut self, told_by: Option<u32>) {
         while let Some(action) = self.membership.poll_action() {
             match action {
                 membership::Action::Send { to, message } => self.send(to.number(), message.emit()),
                 membership::Action::Drop(node) => {
+                    self.take_last_frames(node.number());
                     if let Some(peer) = self.peer(node.number()) {
                         // Nothing of this node can be read by it from now on.
                         peer.link = None;
@@ -684,8 +728,8 @@ impl Driver {
         for number in 0..self.regions.len() as u32 {
             if let Some(region) = self.region(number) {
                 region.protocol.handle_gone(epoch, &[node]);
+                self.decided(number);
             }
-            self.carry_out(number);
         }
         self.sync.handle_gone(epoch, &[node]);
         self.synchronise();
@@ -706,20 +750,41 @@ impl Driver {
 }
 
 impl Region {
-    /// Protects the view of a page as the protocol says.
-    fn protect(&mut self, unit: u64, right: Right) -> Result<(), memory::Error> {
-        let page = unit as u32;
-        let change = match (self.pages.view().state(page), right) {
-            (PageState::Invalid, Right::Shared) => Change::Install(Access::Read),
-            (PageState::Invalid, Right::Exclusive) => Change::Install(Access::Write),
-            (PageState::Shared, Right::Exclusive) => Change::Unprotect,
-            (PageState::Modified, Right::Shared) => Change::Protect,
-            (PageState::Shared | PageState::Modified, Right::Invalid) => Change::Invalidate,
-            _ => return Ok(()),
-        };
-        if matches!(change, Change::Protect | Change::Invalidate) {
-            self.stat.invalidations += 1;
+    /// Protects the view of all pages as the protocol has said, together. Returns their number.
+    fn protect(&mut self) -> Result<usize, memory::Error> {
+        let protections = std::mem::take(&mut self.protections);
+        let mut single = None;
+        for (unit, _, right) in &protections {
+            let page = *unit as u32;
+            let change = match (self.pages.view().state(page), right) {
+                (PageState::Invalid, Right::Shared) => Change::Install(Access::Read),
+                (PageState::Invalid, Right::Exclusive) => Change::Install(Access::Write),
+                (PageState::Shared, Right::Exclusive) => Change::Unprotect,
+                (PageState::Modified, Right::Shared) => Change::Protect,
+                (PageState::Shared | PageState::Modified, Right::Invalid) => Change::Invalidate,
+                _ => continue,
+            };
+            if matches!(change, Change::Protect | Change::Invalidate) {
+                self.stat.invalidations += 1;
+            }
+            match protections.len() {
+                1 => single = Some((page, change)),
+                _ => self.batch.add(page..page + 1, change),
+            }
         }
-        self.pages.view().change(page, change).map(|_| ())
+        let view = self.pages.view();
+        let changed = match single {
+            Some((page, change)) => view.change(page, change).map(|_| ()),
+            None if self.batch.is_empty() => Ok(()),
+            None => view.apply(&mut self.batch).map(|_| ()),
+        };
+        let count = protections.len();
+        for (unit, task, _) in &protections {
+            self.protocol.handle_protected(*unit, *task);
+        }
+        // The memory serves again.
+        self.protections = protections;
+        self.protections.clear();
+        changed.map(|()| count)
     }
 }

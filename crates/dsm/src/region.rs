@@ -119,7 +119,7 @@ impl<'a> Region<'a> {
         self.mapping().address()
     }
 
-    /// Gets a right to bytes of the region, which other nodes may take again at once.
+    /// Gets a right to bytes of the region, which other nodes may take again at once. Many pages are asked for at a time.
     ///
     /// # Errors
     /// [`Error::Lost`] if a page was lost with a node.
@@ -127,19 +127,32 @@ impl<'a> Region<'a> {
     /// # Panics
     /// If the bytes are not in the region.
     pub fn acquire(&self, bytes: Range<u64>, access: Access) -> Result<(), Error> {
+        let pages = self.pages_of(&bytes);
+        self.session
+            .shared()
+            .acquire(self.number, &self.pages, pages, access)
+    }
+
+    /// Asks for a right to bytes of the region without waiting: a later touch of them waits less. At most 256 pages that are away are asked for.
+    ///
+    /// # Panics
+    /// If the bytes are not in the region.
+    pub fn prefetch(&self, bytes: Range<u64>, access: Access) {
+        let pages = self.pages_of(&bytes);
+        self.session
+            .shared()
+            .prefetch(self.number, &self.pages, pages, access);
+    }
+
+    /// Returns the pages that have some bytes.
+    fn pages_of(&self, bytes: &Range<u64>) -> Range<u32> {
         let all = self.mapping().len() as u64;
         assert!(
             bytes.start <= bytes.end && bytes.end <= all,
             "bytes {bytes:?} of {all}"
         );
         let page_bytes = rustix::param::page_size() as u64;
-        let pages = bytes.start / page_bytes..bytes.end.div_ceil(page_bytes);
-        for page in pages {
-            self.session
-                .shared()
-                .acquire(self.number, &self.pages, page as u32, access)?;
-        }
-        Ok(())
+        (bytes.start / page_bytes) as u32..bytes.end.div_ceil(page_bytes) as u32
     }
 
     /// Copies bytes of the region. Those of one page are what it had at one moment, but for writes of this node's own threads. `out` is in no region.

@@ -10,7 +10,7 @@ use std::convert::Infallible;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, LocalKey};
 use std::time::{Duration, Instant};
 
 use rdmux_key::random_nonce;
@@ -38,8 +38,14 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Turns of a waiting thread, of which the last one drives the device; where packets carry frames, each does.
 const TURNS: u32 = 64;
 
+/// Wake-ups after which a node that sleeps answers: of the device's thread, and of the service thread. Then a thread of the program may follow.
+const WAKES: u32 = 2;
+
 /// Tries of a thread to leave the turns to nobody before it wakes the service thread.
 const RESTS: u32 = 4;
+
+/// Pages that one thread asks for before it has had the first.
+const PAGES_AT_ONCE: u32 = 256;
 
 /// Addresses of regions: below those of programs and libraries where addresses have 47 bits or more.
 const ADDRESSES: Range<u64> = 1 << 44..5 << 44;
@@ -450,6 +456,20 @@ fn check(driver: &Driver) -> Result<(), Error> {
     }
 }
 
+/// Checks that a page can be had.
+fn check_page(driver: &Driver, pages: &Pages, page: u32) -> Result<(), Error> {
+    if let Some(error) = driver.failure() {
+        return Err(Error::Failed(error.to_string()));
+    }
+    match pages.lost(page) {
+        Some(node) => Err(Error::Lost {
+            address: pages.addresses().start + u64::from(page) * rustix::param::page_size() as u64,
+            node: node.number(),
+        }),
+        None => Ok(()),
+    }
+}
+
 /// The driver, held by this thread. At the end, its frames are on their way, and threads that sleep look at what has changed.
 pub(crate) struct Driving<'a> {
     shared: &'a Shared,
@@ -501,9 +521,40 @@ impl Drop for Driving<'_> {
 }
 
 thread_local! {
-    /// The waiting policy of this thread.
-    static WAITING: RefCell<Option<Waiting>> = const { RefCell::new(None) };
+    /// Waiting policy of this thread for pages, which come after an exchange of messages.
+    static FOR_PAGES: RefCell<Option<Waiting>> = const { RefCell::new(None) };
+    /// Its policy for other threads, which come when they want.
+    static FOR_THREADS: RefCell<Option<Waiting>> = const { RefCell::new(None) };
 }
+
+/// Time in which nothing has come.
+#[derive(Debug, Default)]
+struct Gap {
+    /// `None`: the last look has found something.
+    began: Option<Instant>,
+    has_slept: bool,
+}
+
+impl Gap {
+    /// Notes what a look has found. The policy hears of the gap at its end.
+    fn saw(&mut self, has_come: bool, waiting: &mut Waiting) {
+        if !has_come {
+            self.began();
+        } else if let Some(began) = self.began.take() {
+            match std::mem::take(&mut self.has_slept) {
+                true => waiting.slept(began, true),
+                false => waiting.came(began),
+            }
+        }
+    }
+
+    fn began(&mut self) -> Instant {
+        *self.began.get_or_insert_with(Instant::now)
+    }
+}
+
+/// Waiting policy of a kind of waits.
+type Kind = LocalKey<RefCell<Option<Waiting>>>;
 
 impl Shared {
     /// Holds the driver. A thread that does so touches no view.
@@ -522,34 +573,42 @@ impl Shared {
     }
 
     /// Waits until `done` returns a result or an error, and drives meanwhile.
-    pub(crate) fn wait<R, E>(
+    pub(crate) fn wait<R, E>(&self, done: impl FnMut(&mut Driver) -> Result<Option<R>, E>) -> Result<R, E> {
+        self.wait_by(&FOR_THREADS, done)
+    }
+
+    fn wait_by<R, E>(
         &self,
+        kind: &'static Kind,
         mut done: impl FnMut(&mut Driver) -> Result<Option<R>, E>,
     ) -> Result<R, E> {
-        let began = Instant::now();
         // In a thread that ends, there may be none any more.
-        let waiting = WAITING.try_with(RefCell::take).ok().flatten();
-        let mut waiting = waiting.unwrap_or_else(|| Waiting::new(None));
-        let mut has_slept = false;
-        let mut changes = 0;
+        let waiting = kind.try_with(RefCell::take).ok().flatten();
+        let mut waiting = waiting.unwrap_or_else(|| Waiting::chained(None, WAKES + 1));
+        let mut gap = Gap::default();
         self.pollers.fetch_add(1, Ordering::Relaxed);
         let result = 'wait: loop {
+            let mut changes = 0;
             for turn in 1..=TURNS {
                 let mut driver = self.lock();
                 let thoroughly = turn == TURNS || driver.uses_packets();
-                driver.turn(thoroughly);
+                let has_come = driver.turn(thoroughly);
                 changes = driver.changes();
-                if let Some(result) = done(&mut driver).transpose() {
+                let result = done(&mut driver).transpose();
+                if result.is_some() {
                     self.stop_polling(&mut driver);
-                    break 'wait result;
                 }
                 drop(driver);
+                gap.saw(has_come || result.is_some(), &mut waiting);
+                if let Some(result) = result {
+                    break 'wait result;
+                }
                 std::hint::spin_loop();
             }
-            if waiting.pause(began) {
+            if waiting.pause(gap.began()) {
                 continue;
             }
-            has_slept = true;
+            gap.has_slept = true;
             let mut driver = self.lock();
             // The service thread drives now. All that has come since the last look at `done` counts.
             self.stop_polling(&mut driver);
@@ -559,11 +618,7 @@ impl Shared {
             }
             self.pollers.fetch_add(1, Ordering::Relaxed);
         };
-        match has_slept {
-            true => waiting.slept(began, true),
-            false => waiting.came(began),
-        }
-        let _ = WAITING.try_with(|kept| kept.replace(Some(waiting)));
+        let _ = kind.try_with(|kept| kept.replace(Some(waiting)));
         result
     }
 
@@ -588,12 +643,56 @@ impl Shared {
         self.waker.wake();
     }
 
-    /// Waits until this node has a right to a page.
+    /// Waits until this node has had a right to each of some pages. Asks for many at a time.
     ///
     /// # Errors
-    /// [`Error::Lost`] if the page was lost with a node.
-    pub(crate) fn acquire(&self, region: u32, pages: &Pages, page: u32, access: Access) -> Result<(), Error> {
-        self.access(region, pages, page, access, || Ok(()))
+    /// [`Error::Lost`] if a page was lost with a node.
+    pub(crate) fn acquire(
+        &self,
+        region: u32,
+        pages: &Pages,
+        wanted: Range<u32>,
+        access: Access,
+    ) -> Result<(), Error> {
+        // Pages before the one have been had, and those before the other been asked for.
+        let (mut had, mut asked) = (wanted.start, wanted.start);
+        self.wait_by(&FOR_PAGES, |driver| {
+            loop {
+                let ahead = wanted.end.min(had.saturating_add(PAGES_AT_ONCE));
+                for page in asked..ahead {
+                    driver.ask(region, pages, page, access);
+                }
+                // A right that this node may give itself comes at once.
+                driver.carry_out();
+                asked = asked.max(ahead);
+                let before = had;
+                while had < wanted.end {
+                    check_page(driver, pages, had)?;
+                    if !pages.allow(had, access) {
+                        break;
+                    }
+                    had += 1;
+                }
+                if had == wanted.end {
+                    return Ok(Some(()));
+                }
+                if had == before || asked == wanted.end {
+                    // It may have been taken again before this thread has looked.
+                    driver.ask(region, pages, had, access);
+                    return Ok(None);
+                }
+            }
+        })
+    }
+
+    /// Asks for the first of some pages to which this node has no right, without waiting.
+    pub(crate) fn prefetch(&self, region: u32, pages: &Pages, wanted: Range<u32>, access: Access) {
+        let is_away = |page: &u32| !pages.allow(*page, access) && pages.lost(*page).is_none();
+        self.act(|driver| {
+            for page in wanted.filter(is_away).take(PAGES_AT_ONCE as usize) {
+                driver.ask(region, pages, page, access);
+            }
+        });
     }
 
     /// Waits until this node has a right to a page, and calls a function before any other node can take it.
@@ -608,28 +707,21 @@ impl Shared {
         access: Access,
         mut f: impl FnMut() -> Result<(), Fault>,
     ) -> Result<(), Error> {
-        let mut has_asked = false;
-        self.wait(|driver| {
-            if let Some(error) = driver.failure() {
-                return Err(Error::Failed(error.to_string()));
-            }
-            if let Some(node) = pages.lost(page) {
-                let page_bytes = rustix::param::page_size() as u64;
-                return Err(Error::Lost {
-                    address: pages.addresses().start + u64::from(page) * page_bytes,
-                    node: node.number(),
-                });
-            }
-            if !pages.allow(page, access) && (!has_asked || !driver.is_asked(region, page)) {
-                has_asked = true;
-                driver.fault(region, page, access);
-            }
-            // A right that this node may give itself comes at once.
+        self.wait_by(&FOR_PAGES, |driver| {
+            check_page(driver, pages, page)?;
+            driver.ask(region, pages, page, access);
+            driver.carry_out();
             match pages.allow(page, access) {
                 true => f().map(Some).map_err(|fault| Error::Failed(fault.to_string())),
                 false => Ok(None),
             }
         })
+    }
+
+    /// Returns the regions whose faults the service thread reads.
+    fn readers(&self) -> Vec<(u32, Pages)> {
+        let readers = self.readers.lock().unwrap_or_else(PoisonError::into_inner);
+        readers.clone()
     }
 
     /// Has the service thread read the faults of a region, unless they raise signals.

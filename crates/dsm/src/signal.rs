@@ -143,7 +143,7 @@ impl Caught {
         });
         if self
             .shared
-            .acquire(self.region, &self.pages, page, access)
+            .acquire(self.region, &self.pages, page..page + 1, access)
             .is_err()
         {
             return false;

@@ -23,7 +23,13 @@ pub struct Waiting {
 impl Waiting {
     /// Makes a policy, pinned to a mode or, with `None`, to that of the environment, if there is one.
     pub fn new(pinned: Option<WaitMode>) -> Waiting {
-        let mut policy = Policy::new(wake_cost_ns());
+        Waiting::chained(pinned, 1)
+    }
+
+    /// Makes such a policy for a thread whose sleep ends after so many wake-ups, one after the other: of the device's thread, of others that
+    /// pass on what has come, and its own.
+    pub fn chained(pinned: Option<WaitMode>, wakes: u32) -> Waiting {
+        let mut policy = Policy::new(wake_cost_ns() * u64::from(wakes));
         policy.pin(pinned.or_else(WaitMode::of_environment));
         Waiting {
             handler: Handler::new(policy),

@@ -5,6 +5,7 @@ use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::joining::{Joining, Step};
 
 use super::{Driver, REGIONS_MAX, Region, Stat};
+use crate::memory::PageBatch;
 use crate::protocol;
 use crate::region::Pages;
 
@@ -137,6 +138,8 @@ impl Driver {
             pages,
             mr,
             keys: vec![None; self.peers.len()],
+            protections: Vec::new(),
+            batch: PageBatch::new(),
             stat: Stat::default(),
         }));
         for from in 0..self.peers.len() as u32 {

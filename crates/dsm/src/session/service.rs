@@ -1,13 +1,12 @@
 //! The service thread of a node: answers the others and the program's faults, while no thread of the program does.
 
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rdmux_runtime::Waiting;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{LOOK, Shared};
+use super::{Gap, LOOK, Shared, WAKES};
 use crate::driver::Patience;
 use crate::memory::userfault::Fault;
 use crate::region::Pages;
@@ -17,17 +16,14 @@ const PROBES: u32 = 8;
 
 /// Serves until the node leaves.
 pub(super) fn serve(shared: &Shared) {
-    let mut waiting = Waiting::new(None);
+    let mut waiting = Waiting::chained(None, WAKES);
+    let mut gap = Gap::default();
+    let mut readers = shared.readers();
     let mut faults = Vec::new();
     let mut probed = Instant::now();
     while !shared.stops.load(Ordering::Acquire) {
-        let readers = {
-            let readers = shared.readers.lock().unwrap_or_else(PoisonError::into_inner);
-            readers.clone()
-        };
-        let began = Instant::now();
-        while !turn(shared, &readers, &mut faults) && !shared.is_polled() && waiting.pause(began) {}
-        waiting.came(began);
+        let has_come = turn(shared, &readers, &mut faults);
+        gap.saw(has_come, &mut waiting);
         if probed.elapsed() >= shared.lease / PROBES {
             probed = Instant::now();
             shared.lock().probe(Patience {
@@ -37,7 +33,17 @@ pub(super) fn serve(shared: &Shared) {
                 answers: shared.lease * 2,
             });
         }
+        let is_polled = shared.is_polled();
+        if !is_polled && (has_come || waiting.pause(gap.began())) {
+            continue;
+        }
         rest(shared, &readers);
+        readers = shared.readers();
+        gap.has_slept = true;
+        if is_polled {
+            // What came then, another thread has taken.
+            gap = Gap::default();
+        }
     }
 }
 
