@@ -53,15 +53,15 @@ impl Driver {
     pub(crate) fn probe(&mut self, patience: Patience) {
         let now = Instant::now();
         for number in 0..self.peers.len() as u32 {
-            if let Some(loss) = self.ask(number, now, patience) {
+            if let Some(loss) = self.question(number, now, patience) {
                 self.lose(number, loss);
             }
         }
         self.limit_waits(now, patience.answers);
     }
 
-    /// Asks a node. Returns a reason to end the connection to it.
-    fn ask(&mut self, number: u32, now: Instant, patience: Patience) -> Option<Loss> {
+    /// Asks a node, unless it has not answered the question before. Returns a reason to end the connection to it.
+    fn question(&mut self, number: u32, now: Instant, patience: Patience) -> Option<Loss> {
         let peer = self.peers.get_mut(number as usize)?;
         let link = peer.link.as_mut()?;
         if link.is_ended() {
