@@ -9,6 +9,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::{Gap, LOOK, Shared, WAKES};
 use crate::memory::userfault::Fault;
 use crate::region::Pages;
+use crate::stat::NodeCounter;
 
 /// Questions whether a node is there, in the time of a lease.
 const PROBES: u32 = 8;
@@ -25,7 +26,7 @@ pub(super) fn serve(shared: &Shared) {
         gap.saw(has_come, &mut waiting);
         if probed.elapsed() >= shared.lease / PROBES {
             probed = Instant::now();
-            let mut driver = shared.lock();
+            let mut driver = shared.lock_in(NodeCounter::Stage2Events);
             // A node that fell silent just after an answer is noticed before its lease is over.
             driver.probe(shared.lease / PROBES * (PROBES - 2));
         }
@@ -45,7 +46,7 @@ pub(super) fn serve(shared: &Shared) {
 
 /// Answers all that has come. Returns whether there was anything.
 fn turn(shared: &Shared, readers: &[(u32, Pages)], faults: &mut Vec<Fault>) -> bool {
-    let mut driver = shared.lock();
+    let mut driver = shared.lock_in(NodeCounter::Stage2Events);
     let mut any = driver.turn(true);
     for (region, pages) in readers {
         let Some(userfault) = pages.view().userfault() else {
@@ -69,7 +70,7 @@ fn turn(shared: &Shared, readers: &[(u32, Pages)], faults: &mut Vec<Fault>) -> b
 /// Sleeps until something has come. While a thread of the program polls, only faults and the time end its sleep.
 fn rest(shared: &Shared, readers: &[(u32, Pages)]) {
     {
-        let mut driver = shared.lock();
+        let mut driver = shared.lock_in(NodeCounter::Stage2Events);
         if !shared.is_polled() && !driver.rest() {
             return;
         }

@@ -75,6 +75,10 @@ pub(crate) fn run(part: &str, nodes: u32, mode: FaultMode) -> Vec<String> {
 }
 
 impl Node {
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     pub(crate) fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
