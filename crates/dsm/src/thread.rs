@@ -142,7 +142,11 @@ impl<'a> Thread<'a> {
         }
     }
 
-    fn call(&mut self, call: Call) -> Result<Success, Error> {
+    /// Carries out any call. The methods above are those that programs need; locks that are taken by a call have no guard.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
+    pub fn call(&mut self, call: Call) -> Result<Success, Error> {
         let shared = self.session.shared();
         let number = self.number;
         let counter = counter_of(&call);

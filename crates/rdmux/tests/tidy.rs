@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Crates of this workspace that each crate may use, as ARCHITECTURE.md draws them.
-const MAY_USE: [(&str, &[&str]); 25] = [
+const MAY_USE: [(&str, &[&str]); 26] = [
     ("crates/wire", &[]),
     ("crates/accel", &["wire"]),
     ("crates/capture", &["wire"]),
@@ -53,6 +53,7 @@ const MAY_USE: [(&str, &[&str]); 25] = [
             "accel", "drive", "dsm", "memory", "nvmf", "runtime", "share", "sim", "soft", "verbs", "wire",
         ],
     ),
+    ("capi/dsm", &["dsm", "hw", "key", "soft"]),
     (
         "capi/ibverbs",
         &["hw", "memory", "share", "soft", "verbs", "wire"],
@@ -64,10 +65,11 @@ const MAY_USE: [(&str, &[&str]); 25] = [
 
 /// Providers of devices, and the programs, which alone choose among them.
 const PROVIDERS: [&str; 3] = ["soft", "hw", "share"];
-const PROGRAMS: [&str; 5] = [
+const PROGRAMS: [&str; 6] = [
     "crates/rdmux",
     "crates/lab-peer",
     "crates/bench",
+    "capi/dsm",
     "capi/ibverbs",
     "examples",
 ];

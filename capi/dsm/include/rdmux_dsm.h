@@ -1,0 +1,134 @@
+/* Distributed shared memory of rdmux: processes of one host or many have memory in common, at the same address. rdmux_dsm(3) has an introduction.
+ *
+ * A function that returns int returns a negative number of errno.h if it fails: rdmux_dsm_error() then says why. The structures are opaque. A null
+ * pointer, and one that this library did not give out or that has ended, is -EINVAL, and nothing is done. */
+#ifndef RDMUX_DSM_H
+#define RDMUX_DSM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* This process as a node of a cluster. */
+struct rdmux_dsm;
+/* Memory that all nodes have in common. */
+struct rdmux_dsm_region;
+/* A thread of this node, as the other nodes know it. */
+struct rdmux_dsm_thread;
+
+/* Errors of the calling thread: rdmux_dsm_error(3). */
+
+/* The last error, in a line; an empty string if there was none. It is valid until the thread's next call that fails. */
+const char *rdmux_dsm_error(void);
+/* The node that the last error is about, or -1 if it is about none. */
+int rdmux_dsm_error_node(void);
+
+/* Joining and leaving: rdmux_dsm_join(3). */
+
+/* Joins the cluster that `rdmux dsm run` has set in the environment. */
+int rdmux_dsm_join(unsigned int timeout_ms, struct rdmux_dsm **session);
+/* Joins the cluster of a file as one of its nodes. Without a key file it is the user's own key. */
+int rdmux_dsm_join_file(const char *file, uint32_t node, const char *key_file, unsigned int timeout_ms, struct rdmux_dsm **session);
+/* Ends the threads and regions of a session, and leaves the cluster. */
+int rdmux_dsm_leave(struct rdmux_dsm *session);
+/* Number of this node, from 0 on. */
+int rdmux_dsm_node(struct rdmux_dsm *session);
+/* Number of nodes at the beginning. */
+int rdmux_dsm_nodes(struct rdmux_dsm *session);
+
+/* Regions: rdmux_dsm_region_make(3). */
+
+/* Ways of answering the page faults of a node. */
+enum rdmux_dsm_faults {
+	RDMUX_DSM_FAULTS_DEFAULT = 0, /* as RDMUX_DSM_FAULTS says, which `rdmux dsm run --faults` sets */
+	RDMUX_DSM_FAULTS_THREAD = 1,
+	RDMUX_DSM_FAULTS_INLINE = 2,
+	RDMUX_DSM_FAULTS_MPROTECT = 3,
+};
+
+/* Settings of a region, the same on all nodes but for faults. A field of 0 has its default. */
+struct rdmux_dsm_region_options {
+	uint64_t row;         /* pages in a row whose home is one node, then the next node has as many; default 1 */
+	uint32_t faults;      /* enum rdmux_dsm_faults */
+	uint32_t reserved[5]; /* 0 */
+};
+
+enum rdmux_dsm_access {
+	RDMUX_DSM_READ = 1,
+	RDMUX_DSM_WRITE = 2, /* and reading */
+};
+
+/* Counts of a region at this node. */
+struct rdmux_dsm_stat {
+	uint64_t read_faults;
+	uint64_t write_faults;
+	uint64_t fetches;       /* pages that were read from other nodes */
+	uint64_t invalidations; /* rights that others have taken */
+	uint64_t messages;      /* messages sent */
+	uint64_t reserved[11];  /* 0 */
+};
+
+/* Makes a region of zeros. All nodes call it, in the same order with the same settings, or with a null pointer for the defaults. */
+int rdmux_dsm_region_make(struct rdmux_dsm *session, uint64_t bytes, const struct rdmux_dsm_region_options *options, struct rdmux_dsm_region **region);
+/* Address of the first byte, the same on all nodes, until the session is left; a null pointer if there is no such region. */
+void *rdmux_dsm_region_address(struct rdmux_dsm_region *region);
+/* Bytes of the region, which are whole pages; 0 if there is no such region. */
+uint64_t rdmux_dsm_region_bytes(struct rdmux_dsm_region *region);
+/* Gets a right to bytes of the region, which other nodes may take again at once. */
+int rdmux_dsm_acquire_range(struct rdmux_dsm_region *region, const volatile void *start, size_t bytes, enum rdmux_dsm_access access);
+/* Asks for a right to bytes of the region without waiting: a later touch of them waits less. At most 256 pages that are away are asked for. */
+int rdmux_dsm_prefetch(struct rdmux_dsm_region *region, const volatile void *start, size_t bytes, enum rdmux_dsm_access access);
+/* Copies bytes of the region into memory that is in no region. */
+int rdmux_dsm_read(struct rdmux_dsm_region *region, const volatile void *from, void *to, size_t bytes);
+/* Copies bytes from memory that is in no region into the region. */
+int rdmux_dsm_write(struct rdmux_dsm_region *region, volatile void *to, const void *from, size_t bytes);
+int rdmux_dsm_region_stat(struct rdmux_dsm_region *region, struct rdmux_dsm_stat *stat);
+
+/* Threads and locks: rdmux_dsm_lock(3). Locks, conditions, barriers and words are numbers, which all nodes share; each kind has numbers of its own. */
+
+/* Makes a thread of this node known under a number below 4096, which no other thread of it has. */
+int rdmux_dsm_thread_begin(struct rdmux_dsm *session, uint16_t number, struct rdmux_dsm_thread **thread);
+/* Ends that. Locks that the thread still has are given back. */
+int rdmux_dsm_thread_end(struct rdmux_dsm_thread *thread);
+/* Takes a lock for this thread alone. Returns EOWNERDEAD, not negative, if it has the lock from a node that left with it. */
+int rdmux_dsm_lock(struct rdmux_dsm_thread *thread, uint64_t lock);
+/* Takes a lock together with others that share it. */
+int rdmux_dsm_lock_shared(struct rdmux_dsm_thread *thread, uint64_t lock);
+/* Gives a lock back, taken by either of these. */
+int rdmux_dsm_unlock(struct rdmux_dsm_thread *thread, uint64_t lock);
+/* Gives back a lock that the thread has for itself, waits until the condition is signalled, and takes the lock again. */
+int rdmux_dsm_wait(struct rdmux_dsm_thread *thread, uint64_t condition, uint64_t lock);
+/* Wakes the thread that has waited for a condition longest, if there is one. */
+int rdmux_dsm_signal(struct rdmux_dsm_thread *thread, uint64_t condition);
+/* Wakes all threads that wait for a condition. */
+int rdmux_dsm_broadcast(struct rdmux_dsm_thread *thread, uint64_t condition);
+
+/* Barriers and words: rdmux_dsm_barrier(3). A result may be a null pointer where nobody wants it. */
+
+enum rdmux_dsm_operation {
+	RDMUX_DSM_SUM = 1, /* in the order of nodes and threads; integers wrap */
+	RDMUX_DSM_MIN = 2,
+	RDMUX_DSM_MAX = 3,
+};
+
+/* Waits until so many threads of all nodes have come. */
+int rdmux_dsm_barrier(struct rdmux_dsm_thread *thread, uint64_t barrier, uint32_t parties);
+/* The same, and reduces their values to one. */
+int rdmux_dsm_reduce_f64(struct rdmux_dsm_thread *thread, uint64_t barrier, uint32_t parties, enum rdmux_dsm_operation operation, double value, double *result);
+int rdmux_dsm_reduce_u64(struct rdmux_dsm_thread *thread, uint64_t barrier, uint32_t parties, enum rdmux_dsm_operation operation, uint64_t value, uint64_t *result);
+int rdmux_dsm_reduce_i64(struct rdmux_dsm_thread *thread, uint64_t barrier, uint32_t parties, enum rdmux_dsm_operation operation, int64_t value, int64_t *result);
+/* Adds to a word of 64 bits, wrapping. Its value before is the result. */
+int rdmux_dsm_fetch_add(struct rdmux_dsm_thread *thread, uint64_t word, uint64_t value, uint64_t *before);
+/* Sets a word to a new value if it has the expected one. Its value before is the result. */
+int rdmux_dsm_compare_swap(struct rdmux_dsm_thread *thread, uint64_t word, uint64_t expected, uint64_t value, uint64_t *before);
+/* Reads a word. */
+int rdmux_dsm_load(struct rdmux_dsm_thread *thread, uint64_t word, uint64_t *value);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

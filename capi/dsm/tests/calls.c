@@ -1,0 +1,166 @@
+/* Each function on all nodes: its result, and what it changes. */
+#include "check.h"
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <time.h>
+
+enum { PAGE = 4096, WORDS = 64, ROUNDS = 20, THREADS = 3 };
+
+/* Barriers, locks, conditions and words, each kind with numbers of its own. */
+enum { ALL = 1, PARTIES = 2, LOCK = 1, CONDITION = 1, COUNT = 1, SWAPPED = 2 };
+
+static struct rdmux_dsm *session;
+static uint32_t node, nodes;
+
+static void regions(struct rdmux_dsm_thread *thread)
+{
+	struct rdmux_dsm_region_options options = {.row = 2};
+	struct rdmux_dsm_region *region, *other;
+	CHECK(rdmux_dsm_region_make(session, 8 * PAGE - 5, NULL, &region) == 0);
+	CHECK(rdmux_dsm_region_make(session, PAGE, &options, &other) == 0 && other != region);
+	CHECK(rdmux_dsm_region_bytes(region) == 8 * PAGE && rdmux_dsm_region_bytes(other) == PAGE);
+	char *bytes = rdmux_dsm_region_address(region);
+	CHECK(bytes && bytes[0] == 0 && bytes[8 * PAGE - 1] == 0);
+	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+
+	/* Plain accesses: each node has a page, and reads the next one's. */
+	uint32_t next = (node + 1) % nodes;
+	memset(bytes + node * PAGE, 'a' + node, PAGE);
+	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	/* Asked for, the page comes without a touch. */
+	struct rdmux_dsm_stat before, after;
+	CHECK(rdmux_dsm_region_stat(region, &before) == 0);
+	CHECK(rdmux_dsm_prefetch(region, bytes + next * PAGE, PAGE, RDMUX_DSM_READ) == 0);
+	time_t deadline = time(NULL) + LONG_MS / 1000;
+	do {
+		CHECK(time(NULL) < deadline);
+		sched_yield();
+		CHECK(rdmux_dsm_region_stat(region, &after) == 0);
+	} while (after.fetches == before.fetches && nodes > 1);
+	CHECK(bytes[next * PAGE] == (char)('a' + next) && bytes[(next + 1) * PAGE - 1] == (char)('a' + next));
+	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+
+	/* Copies, across the boundary of two pages. */
+	char text[16] = "", *place = bytes + 6 * PAGE - 6;
+	if (node == 0)
+		CHECK(rdmux_dsm_write(region, place, "hello, nodes", 13) == 0);
+	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	CHECK(rdmux_dsm_read(region, place, text, 13) == 0 && strcmp(text, "hello, nodes") == 0);
+	CHECK(rdmux_dsm_read(region, bytes + 8 * PAGE, NULL, 0) == 0);
+
+	/* A node that has the right takes no fault. The others do not touch the page. */
+	if (node == nodes - 1) {
+		CHECK(rdmux_dsm_acquire_range(region, bytes + 7 * PAGE, PAGE, RDMUX_DSM_WRITE) == 0);
+		CHECK(rdmux_dsm_region_stat(region, &before) == 0);
+		bytes[7 * PAGE] = 1;
+		CHECK(rdmux_dsm_region_stat(region, &after) == 0);
+		CHECK(after.write_faults == before.write_faults && after.read_faults == before.read_faults);
+		CHECK(after.reserved[0] == 0);
+	}
+	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	CHECK(rdmux_dsm_acquire_range(region, bytes, 8 * PAGE, RDMUX_DSM_READ) == 0);
+	CHECK(bytes[7 * PAGE] == 1);
+
+	/* Atomics of the processor. */
+	_Atomic uint64_t *words = rdmux_dsm_region_address(other);
+	for (int i = 0; i < ROUNDS; i++)
+		atomic_fetch_add(&words[i % WORDS], 1);
+	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	for (int i = 0; i < ROUNDS; i++)
+		CHECK(atomic_load(&words[i]) == nodes);
+}
+
+static void reductions(struct rdmux_dsm_thread *thread)
+{
+	double real;
+	uint64_t word;
+	int64_t integer;
+	CHECK(rdmux_dsm_reduce_f64(thread, ALL, nodes, RDMUX_DSM_SUM, node + 0.5, &real) == 0 && real == nodes * (nodes - 1) / 2 + nodes * 0.5);
+	CHECK(rdmux_dsm_reduce_f64(thread, ALL, nodes, RDMUX_DSM_MIN, node + 0.5, &real) == 0 && real == 0.5);
+	CHECK(rdmux_dsm_reduce_f64(thread, ALL, nodes, RDMUX_DSM_MAX, node + 0.5, &real) == 0 && real == nodes - 0.5);
+	CHECK(rdmux_dsm_reduce_u64(thread, ALL, nodes, RDMUX_DSM_SUM, 1ull << 63, &word) == 0 && word == (nodes % 2 ? 1ull << 63 : 0));
+	CHECK(rdmux_dsm_reduce_u64(thread, ALL, nodes, RDMUX_DSM_MIN, UINT64_MAX - node, &word) == 0 && word == UINT64_MAX - (nodes - 1));
+	CHECK(rdmux_dsm_reduce_u64(thread, ALL, nodes, RDMUX_DSM_MAX, UINT64_MAX - node, &word) == 0 && word == UINT64_MAX);
+	CHECK(rdmux_dsm_reduce_i64(thread, ALL, nodes, RDMUX_DSM_SUM, -1, &integer) == 0 && integer == -(int64_t)nodes);
+	CHECK(rdmux_dsm_reduce_i64(thread, ALL, nodes, RDMUX_DSM_MIN, -(int64_t)node, &integer) == 0 && integer == 1 - (int64_t)nodes);
+	CHECK(rdmux_dsm_reduce_i64(thread, ALL, nodes, RDMUX_DSM_MAX, -(int64_t)node, &integer) == 0 && integer == 0);
+	CHECK(rdmux_dsm_reduce_u64(thread, ALL, nodes, RDMUX_DSM_SUM, 1, NULL) == 0);
+}
+
+static void words(struct rdmux_dsm_thread *thread)
+{
+	uint64_t word = 9;
+	for (int i = 0; i < ROUNDS; i++)
+		CHECK(rdmux_dsm_fetch_add(thread, COUNT, 1, i == 0 ? NULL : &word) == 0 && word < nodes * ROUNDS);
+	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	CHECK(rdmux_dsm_load(thread, COUNT, &word) == 0 && word == nodes * ROUNDS);
+	/* One node is the first. */
+	CHECK(rdmux_dsm_compare_swap(thread, SWAPPED, 0, node + 1, &word) == 0);
+	uint64_t first = word == 0 ? node + 1 : word, is_first = word == 0, count;
+	CHECK(rdmux_dsm_reduce_u64(thread, ALL, nodes, RDMUX_DSM_SUM, is_first, &count) == 0 && count == 1);
+	CHECK(rdmux_dsm_load(thread, SWAPPED, &word) == 0 && word == first);
+}
+
+static struct rdmux_dsm_region *shared;
+
+/* The threads of all nodes add to a number, and take turns by a condition. */
+static void *adds(void *number)
+{
+	struct rdmux_dsm_thread *thread;
+	uint16_t own = (uintptr_t)number;
+	CHECK(rdmux_dsm_thread_begin(session, own, &thread) == 0);
+	uint64_t *sum = rdmux_dsm_region_address(shared), *turn = sum + 1, all = nodes * THREADS;
+	for (int i = 0; i < ROUNDS; i++) {
+		CHECK(rdmux_dsm_lock(thread, LOCK) == 0);
+		++*sum;
+		CHECK(rdmux_dsm_unlock(thread, LOCK) == 0);
+	}
+	CHECK(rdmux_dsm_barrier(thread, PARTIES, all) == 0);
+	CHECK(rdmux_dsm_lock_shared(thread, LOCK) == 0);
+	CHECK(*sum == all * ROUNDS);
+	CHECK(rdmux_dsm_unlock(thread, LOCK) == 0);
+
+	CHECK(rdmux_dsm_lock(thread, LOCK) == 0);
+	while (*turn != node * THREADS + own - 1u)
+		CHECK(rdmux_dsm_wait(thread, CONDITION, LOCK) == 0);
+	++*turn;
+	CHECK(rdmux_dsm_broadcast(thread, CONDITION) == 0);
+	/* Nobody waits for this one. */
+	CHECK(rdmux_dsm_signal(thread, CONDITION + 1) == 0);
+	/* Its end gives the lock back. */
+	CHECK(rdmux_dsm_thread_end(thread) == 0);
+	CHECK(rdmux_dsm_unlock(thread, LOCK) == -EINVAL);
+	return NULL;
+}
+
+static void threads(void)
+{
+	CHECK(rdmux_dsm_region_make(session, PAGE, NULL, &shared) == 0);
+	pthread_t all[THREADS];
+	for (uintptr_t i = 0; i < THREADS; i++)
+		CHECK(pthread_create(&all[i], NULL, adds, (void *)(i + 1)) == 0);
+	for (int i = 0; i < THREADS; i++)
+		CHECK(pthread_join(all[i], NULL) == 0);
+}
+
+int main(void)
+{
+	struct rdmux_dsm_thread *thread;
+	CHECK(rdmux_dsm_join(LONG_MS, &session) == 0);
+	CHECK(rdmux_dsm_error()[0] == 0 && rdmux_dsm_error_node() == -1);
+	node = rdmux_dsm_node(session);
+	nodes = rdmux_dsm_nodes(session);
+	CHECK(node < nodes);
+	CHECK(rdmux_dsm_thread_begin(session, 0, &thread) == 0);
+	regions(thread);
+	reductions(thread);
+	words(thread);
+	threads();
+	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	CHECK(rdmux_dsm_leave(session) == 0);
+	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == -EINVAL);
+	printf("node %u of %u\n", node, nodes);
+	return 0;
+}

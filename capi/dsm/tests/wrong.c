@@ -1,0 +1,171 @@
+/* Wrong arguments, at a node that is alone: each call fails, says why, and changes nothing. */
+#include "check.h"
+#include <pthread.h>
+#include <sched.h>
+#include <stdint.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { PAGE = 4096 };
+
+/* Checks that a call fails, and that the error of this thread has a word. */
+#define FAILS(call, number, word) \
+	do { \
+		int status = (call); \
+		if (status != -(number) || !strstr(rdmux_dsm_error(), word)) { \
+			fprintf(stderr, "%s:%d: %s: %d (last error: %s)\n", __FILE__, __LINE__, #call, status, rdmux_dsm_error()); \
+			exit(1); \
+		} \
+	} while (0)
+
+static struct rdmux_dsm *session;
+static struct rdmux_dsm_thread *thread;
+
+static void *has_no_error(void *is_empty)
+{
+	*(int *)is_empty = rdmux_dsm_error()[0] == 0 && rdmux_dsm_error_node() == -1;
+	return NULL;
+}
+
+static void *waits(void *unused)
+{
+	(void)unused;
+	int status;
+	while ((status = rdmux_dsm_barrier(thread, 2, 2)) == -EBUSY)
+		sched_yield();
+	CHECK(status == 0);
+	return NULL;
+}
+
+/* Pointers of other kinds, of nothing, and of the program's own objects. */
+static void pointers(struct rdmux_dsm_region *region)
+{
+	uint64_t own[8] = {0};
+	void *foreign[] = {NULL, own, (char *)own + 1, thread, region, (void *)1, (void *)UINTPTR_MAX, (void *)(uintptr_t)pointers};
+	for (size_t i = 0; i < sizeof foreign / sizeof *foreign; i++) {
+		void *it = foreign[i];
+		const char *word = it ? "is no" : "null pointer";
+		FAILS(rdmux_dsm_node(it), EINVAL, word);
+		FAILS(rdmux_dsm_leave(it), EINVAL, word);
+		if (it != region) {
+			FAILS(rdmux_dsm_acquire_range(it, rdmux_dsm_region_address(region), 1, RDMUX_DSM_READ), EINVAL, word);
+			CHECK(rdmux_dsm_region_address(it) == NULL && strstr(rdmux_dsm_error(), word));
+			CHECK(rdmux_dsm_region_bytes(it) == 0);
+		}
+		if (it != thread) {
+			FAILS(rdmux_dsm_lock(it, 1), EINVAL, word);
+			FAILS(rdmux_dsm_thread_end(it), EINVAL, word);
+		}
+	}
+	CHECK(own[0] == 0);
+}
+
+static void arguments(struct rdmux_dsm_region *region)
+{
+	char *bytes = rdmux_dsm_region_address(region), text[2 * PAGE] = "";
+	struct rdmux_dsm_region *other = (void *)text;
+	struct rdmux_dsm_thread *second = (void *)text;
+	struct rdmux_dsm_region_options wrong[] = {{.faults = 4}, {.reserved = {0, 0, 0, 0, 1}}};
+	for (int i = 0; i < 2; i++)
+		FAILS(rdmux_dsm_region_make(session, PAGE, &wrong[i], &other), EINVAL, i ? "reserved" : "enum rdmux_dsm_faults");
+	FAILS(rdmux_dsm_region_make(session, PAGE, NULL, NULL), EINVAL, "no place");
+
+	FAILS(rdmux_dsm_acquire_range(region, bytes - 1, 1, RDMUX_DSM_READ), EINVAL, "not in the region");
+	FAILS(rdmux_dsm_acquire_range(region, bytes, PAGE + 1, RDMUX_DSM_READ), EINVAL, "not in the region");
+	FAILS(rdmux_dsm_acquire_range(region, bytes + PAGE, 1, RDMUX_DSM_READ), EINVAL, "not in the region");
+	FAILS(rdmux_dsm_acquire_range(region, bytes + PAGE + 1, 0, RDMUX_DSM_READ), EINVAL, "not in the region");
+	FAILS(rdmux_dsm_acquire_range(region, bytes + 1, SIZE_MAX, RDMUX_DSM_READ), EINVAL, "not in the region");
+	FAILS(rdmux_dsm_acquire_range(region, bytes, 1, 3), EINVAL, "enum rdmux_dsm_access");
+	FAILS(rdmux_dsm_acquire_range(region, bytes, 1, 0), EINVAL, "enum rdmux_dsm_access");
+	FAILS(rdmux_dsm_prefetch(region, bytes, PAGE + 1, RDMUX_DSM_READ), EINVAL, "not in the region");
+	FAILS(rdmux_dsm_prefetch(region, bytes, 1, 3), EINVAL, "enum rdmux_dsm_access");
+	FAILS(rdmux_dsm_read(region, bytes, NULL, 1), EINVAL, "no memory");
+	FAILS(rdmux_dsm_read(region, bytes, bytes + 8, 8), EINVAL, "in a region");
+	FAILS(rdmux_dsm_write(region, bytes, bytes - 4, 8), EINVAL, "in a region");
+	FAILS(rdmux_dsm_write(region, bytes, NULL, 8), EINVAL, "no memory");
+	FAILS(rdmux_dsm_write(region, bytes, text, 2 * PAGE), EINVAL, "not in the region");
+	FAILS(rdmux_dsm_region_stat(region, NULL), EINVAL, "no place");
+
+	FAILS(rdmux_dsm_thread_begin(session, 0, &second), EBUSY, "thread 0");
+	FAILS(rdmux_dsm_thread_begin(session, 4096, &second), EINVAL, "thread 4096");
+	FAILS(rdmux_dsm_thread_begin(session, 1, NULL), EINVAL, "no place");
+	CHECK((void *)second == text && (void *)other == text);
+	FAILS(rdmux_dsm_barrier(thread, 1, 0), EINVAL, "at least one party");
+	FAILS(rdmux_dsm_reduce_u64(thread, 1, 1, 0, 1, NULL), EINVAL, "enum rdmux_dsm_operation");
+	FAILS(rdmux_dsm_reduce_f64(thread, 1, 1, 4, 1, NULL), EINVAL, "enum rdmux_dsm_operation");
+	FAILS(rdmux_dsm_unlock(thread, 1), EPERM, "does not have the lock");
+	FAILS(rdmux_dsm_wait(thread, 1, 1), EPERM, "does not have the lock");
+	CHECK(rdmux_dsm_lock(thread, 1) == 0);
+	FAILS(rdmux_dsm_lock(thread, 1), EDEADLK, "already");
+	FAILS(rdmux_dsm_lock_shared(thread, 1), EDEADLK, "already");
+	CHECK(rdmux_dsm_unlock(thread, 1) == 0);
+	CHECK(rdmux_dsm_barrier(thread, 1, 1) == 0);
+	FAILS(rdmux_dsm_barrier(thread, 1, 2), EPROTO, "do not agree");
+}
+
+/* What another thread uses is busy. */
+static void busy(void)
+{
+	struct rdmux_dsm_thread *other;
+	pthread_t waiting;
+	CHECK(rdmux_dsm_thread_begin(session, 1, &other) == 0);
+	CHECK(pthread_create(&waiting, NULL, waits, NULL) == 0);
+	/* Until it is in its call, this thread may use it. */
+	while (rdmux_dsm_load(thread, 1, NULL) == 0)
+		sched_yield();
+	FAILS(rdmux_dsm_load(thread, 1, NULL), EBUSY, "another thread");
+	FAILS(rdmux_dsm_thread_end(thread), EBUSY, "another thread");
+	FAILS(rdmux_dsm_leave(session), EBUSY, "another thread");
+	CHECK(rdmux_dsm_barrier(other, 2, 2) == 0);
+	CHECK(pthread_join(waiting, NULL) == 0);
+	CHECK(rdmux_dsm_thread_end(other) == 0);
+}
+
+/* A child has nothing, and ends nothing of its parent's. */
+static void children(struct rdmux_dsm_region *region)
+{
+	pid_t child = fork();
+	if (child == 0) {
+		struct rdmux_dsm *other;
+		FAILS(rdmux_dsm_node(session), EINVAL, "fork(2)");
+		FAILS(rdmux_dsm_leave(session), EINVAL, "fork(2)");
+		FAILS(rdmux_dsm_lock(thread, 1), EINVAL, "fork(2)");
+		FAILS(rdmux_dsm_join(1000, &other), EINVAL, "fork(2)");
+		CHECK(rdmux_dsm_region_address(region) == NULL);
+		exit(0);
+	}
+	int status;
+	CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+	CHECK(rdmux_dsm_node(session) == 0);
+}
+
+int main(void)
+{
+	FAILS(rdmux_dsm_join(1000, NULL), EINVAL, "no place");
+	FAILS(rdmux_dsm_join_file(NULL, 0, NULL, 1000, &session), EINVAL, "no cluster file");
+	FAILS(rdmux_dsm_join_file("/does/not/exist", 0, "/does/not/exist", 1000, &session), EACCES, "key file /does/not/exist");
+	CHECK(session == NULL);
+	CHECK(rdmux_dsm_join(60000, &session) == 0 && rdmux_dsm_node(session) == 0);
+	CHECK(rdmux_dsm_thread_begin(session, 0, &thread) == 0);
+	struct rdmux_dsm_region *region;
+	CHECK(rdmux_dsm_region_make(session, PAGE, NULL, &region) == 0);
+	pointers(region);
+	arguments(region);
+	busy();
+	children(region);
+
+	/* Errors are a thread's own. */
+	int is_empty = 0;
+	pthread_t other;
+	CHECK(rdmux_dsm_error()[0] != 0);
+	CHECK(pthread_create(&other, NULL, has_no_error, &is_empty) == 0 && pthread_join(other, NULL) == 0 && is_empty);
+
+	/* No region can be made after one that failed, so this is the last one. */
+	struct rdmux_dsm_region *none;
+	FAILS(rdmux_dsm_region_make(session, 0, NULL, &none), EINVAL, "0 bytes");
+	CHECK(rdmux_dsm_leave(session) == 0);
+	FAILS(rdmux_dsm_leave(session), EINVAL, "has ended");
+	FAILS(rdmux_dsm_lock(thread, 1), EINVAL, "has ended");
+	CHECK(rdmux_dsm_region_address(region) == NULL);
+	return 0;
+}
