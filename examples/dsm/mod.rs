@@ -199,8 +199,10 @@ impl Node {
                 "alone_seconds": alone,
                 "read_faults": stat.read_faults,
                 "write_faults": stat.write_faults,
+                "upgrade_faults": stat.upgrade_faults,
                 "pages_read": stat.fetches,
                 "invalidations": stat.invalidations,
+                "downgrades": stat.downgrades,
                 "messages": stat.messages,
                 *name: value,
             })
@@ -255,15 +257,8 @@ impl Party<'_> {
         f(self)?;
         self.barrier()?;
         let seconds = began.elapsed().as_secs_f64();
-        let after = region.stat();
+        let stat = region.stat().since(&before);
         self.barrier()?;
-        let stat = Stat {
-            read_faults: after.read_faults - before.read_faults,
-            write_faults: after.write_faults - before.write_faults,
-            fetches: after.fetches - before.fetches,
-            invalidations: after.invalidations - before.invalidations,
-            messages: after.messages - before.messages,
-        };
         Ok(Timed { seconds, stat })
     }
 }

@@ -253,13 +253,14 @@ unsafe extern "C" fn rdmux_dsm_region_stat(region: *mut Region, to: *mut Stat) -
         if to.is_null() {
             return Err(Failure::invalid("no place for the counts"));
         }
-        let stat = region.inner.stat();
+        let counted = region.inner.stat();
         let counts = Stat {
-            read_faults: stat.read_faults,
-            write_faults: stat.write_faults,
-            fetches: stat.fetches,
-            invalidations: stat.invalidations,
-            messages: stat.messages,
+            read_faults: counted.read_faults,
+            write_faults: counted.write_faults + counted.upgrade_faults,
+            fetches: counted.fetches,
+            // Rights that others have taken, all or in part.
+            invalidations: counted.invalidations + counted.downgrades,
+            messages: counted.messages,
             reserved: [0; 11],
         };
         // SAFETY: not null, so the program has room for the structure.

@@ -7,6 +7,7 @@ mod making;
 mod presence;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,7 @@ use rdmux_verbs::{Arm, CompletionQueue, MemoryRegion, RemoteBuffer, Status, WcOp
 use rdmux_wire::dsm::frame::SLOTS;
 use rdmux_wire::dsm::joining::Joining;
 use rdmux_wire::dsm::membership::Membership as MembershipMessage;
-use rdmux_wire::dsm::{MESSAGE_LEN, Message, NodeId, sync as wire_sync};
+use rdmux_wire::dsm::{Body, MESSAGE_LEN, Message, NodeId, sync as wire_sync};
 
 pub(crate) use self::making::{Answer, Making, Offer};
 pub(crate) use self::presence::Patience;
@@ -24,6 +25,7 @@ use crate::membership::{self, Membership};
 use crate::memory::{self, Access, Change, PageBatch, PageState};
 use crate::protocol::{self, Action, Right, Violation};
 use crate::region::Pages;
+use crate::stat::{NodeCounter, PeerCounter, RegionCounter, Sheet};
 use crate::sync;
 
 /// Completions that are taken at once.
@@ -99,22 +101,8 @@ pub(crate) struct Region {
     /// Tasks of the protocol that are carried out together.
     protections: Vec<(u64, u64, Right)>,
     batch: PageBatch,
-    stat: Stat,
-}
-
-/// Counts of a region at one node.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stat {
-    /// Faults of reads.
-    pub read_faults: u64,
-    /// Faults of writes.
-    pub write_faults: u64,
-    /// Pages that were read from other nodes.
-    pub fetches: u64,
-    /// Rights that others have taken.
-    pub invalidations: u64,
-    /// Messages sent.
-    pub messages: u64,
+    number: u32,
+    sheet: Arc<Sheet>,
 }
 
 /// A read of another node's page that is in progress.
@@ -160,6 +148,9 @@ pub(crate) struct Driver {
     changes: u64,
     /// The first error of the system, after which the memory is of no use.
     failure: Option<memory::Error>,
+    sheet: Arc<Sheet>,
+    /// Events that were handled, and are not in the sheet yet.
+    events: u64,
 }
 
 impl Driver {
@@ -168,6 +159,7 @@ impl Driver {
         queues: Queues,
         links: Vec<Option<Link>>,
         homes: protocol::Homes,
+        sheet: Sheet,
     ) -> Driver {
         let members: Vec<NodeId> = (0..links.len() as u32).filter_map(NodeId::new).collect();
         let peers = links.into_iter().map(|link| Peer {
@@ -190,11 +182,23 @@ impl Driver {
             waits: BTreeMap::new(),
             changes: 0,
             failure: None,
+            sheet: Arc::new(sheet),
+            events: 0,
         }
     }
 
     pub(crate) fn own(&self) -> NodeId {
         self.own
+    }
+
+    /// Returns the counts of this node.
+    pub(crate) fn sheet(&self) -> &Sheet {
+        &self.sheet
+    }
+
+    /// Counts the events that were handled since the last call.
+    pub(crate) fn count_events(&mut self, stage: NodeCounter) {
+        self.sheet.count(stage, std::mem::take(&mut self.events));
     }
 
     /// Returns a number that has grown if a thread that waits should look again.
@@ -316,6 +320,8 @@ impl Driver {
                 Ok(Some(frame)) => {
                     any = true;
                     if let Some(message) = frame.message {
+                        self.events += 1;
+                        self.sheet.count_peer(number, PeerCounter::MessagesReceived, 1);
                         self.arrived(number, message);
                     }
                 }
@@ -382,6 +388,14 @@ impl Driver {
     fn completed(&mut self, completion: &WorkCompletion) {
         let (number, id) = WorkId::parse(completion.wr_id);
         let has_succeeded = completion.status == Status::Success;
+        self.events += 1;
+        if id == WorkId::Bell && has_succeeded {
+            let counter = match completion.opcode {
+                WcOpcode::Recv => PeerCounter::BellsReceived,
+                _ => PeerCounter::BellsSent,
+            };
+            self.sheet.count_peer(number, counter, 1);
+        }
         if let WorkId::Read(pull) = id {
             self.pulled(number, pull, has_succeeded);
         }
@@ -462,6 +476,9 @@ impl Driver {
             return;
         };
         let taken = region.protocol.handle_message(from, &message);
+        if matches!(message.body, Body::Recall(_)) {
+            self.sheet.count_peer(number, PeerCounter::RecallsReceived, 1);
+        }
         self.hold_if(taken.is_err(), number, bytes);
         // What the next messages ask for is carried out together with it.
         self.decided(message.region);
@@ -527,17 +544,15 @@ impl Driver {
     /// Takes a fault of the program, or its wish for a right.
     pub(crate) fn fault(&mut self, number: u32, page: u32, access: Access) {
         let Some(region) = self.region(number) else { return };
-        match access {
-            Access::Read => region.stat.read_faults += 1,
-            Access::Write => region.stat.write_faults += 1,
-        }
+        let counter = match (access, region.pages.view().state(page)) {
+            (Access::Read, _) => RegionCounter::ReadFaults,
+            (Access::Write, PageState::Shared) => RegionCounter::UpgradeFaults,
+            (Access::Write, _) => RegionCounter::WriteFaults,
+        };
         region.protocol.handle_fault(page.into(), access);
+        self.events += 1;
+        self.sheet.count_region(number, counter, 1);
         self.decided(number);
-    }
-
-    /// Returns the counts of a region.
-    pub(crate) fn stat(&mut self, number: u32) -> Stat {
-        self.region(number).map_or(Stat::default(), |region| region.stat)
     }
 
     /// Notes that a region's state machine has decided something.
@@ -567,7 +582,7 @@ impl Driver {
             };
             match action {
                 Action::Send { to, message } => {
-                    region.stat.messages += 1;
+                    self.count_message(number, to, message.body);
                     let mut bytes = [0; MESSAGE_LEN];
                     message.emit(&mut bytes);
                     self.send(to.number(), bytes);
@@ -609,10 +624,24 @@ impl Driver {
     }
 
     fn send(&mut self, to: u32, message: [u8; MESSAGE_LEN]) {
-        if let Some(link) = self.link(to)
-            && let Err(error) = link.send(message)
-        {
+        let Some(link) = self.link(to) else { return };
+        let sent = link.send(message);
+        self.sheet.count_peer(to, PeerCounter::MessagesSent, 1);
+        if let Err(error) = sent {
             self.lose(to, error.into());
+        }
+    }
+
+    /// Counts a message about a unit of a region.
+    fn count_message(&self, region: u32, to: NodeId, body: Body) {
+        self.sheet.count_region(region, RegionCounter::Messages, 1);
+        if let Body::Recall(right) = body {
+            let counter = match right {
+                Right::Invalid => RegionCounter::InvalidationsSent,
+                _ => RegionCounter::DowngradesSent,
+            };
+            self.sheet.count_region(region, counter, 1);
+            self.sheet.count_peer(to.number(), PeerCounter::RecallsSent, 1);
         }
     }
 
@@ -654,8 +683,15 @@ impl Driver {
             return;
         };
         self.free_pulls.push(index);
+        if has_landed {
+            let bytes = rustix::param::page_size() as u64;
+            self.sheet.count_region(pull.region, RegionCounter::Fetches, 1);
+            self.sheet
+                .count_region(pull.region, RegionCounter::FetchedBytes, bytes);
+            self.sheet.count_peer(from, PeerCounter::Fetches, 1);
+            self.sheet.count_peer(from, PeerCounter::FetchedBytes, bytes);
+        }
         if let Some(region) = self.region(pull.region) {
-            region.stat.fetches += u64::from(has_landed);
             region.protocol.handle_pulled(pull.unit, pull.task, has_landed);
         }
         self.decided(pull.region);
@@ -725,6 +761,7 @@ impl Driver {
     /// Ends the part of a node in all regions, with an epoch.
     fn end(&mut self, epoch: u64, node: NodeId) {
         self.changes += 1;
+        self.sheet.end_peer(node.number(), epoch);
         for number in 0..self.regions.len() as u32 {
             if let Some(region) = self.region(number) {
                 region.protocol.handle_gone(epoch, &[node]);
@@ -764,8 +801,12 @@ impl Region {
                 (PageState::Shared | PageState::Modified, Right::Invalid) => Change::Invalidate,
                 _ => continue,
             };
-            if matches!(change, Change::Protect | Change::Invalidate) {
-                self.stat.invalidations += 1;
+            match change {
+                Change::Invalidate => self
+                    .sheet
+                    .count_region(self.number, RegionCounter::Invalidations, 1),
+                Change::Protect => self.sheet.count_region(self.number, RegionCounter::Downgrades, 1),
+                Change::Unprotect | Change::Install(_) => {}
             }
             match protections.len() {
                 1 => single = Some((page, change)),

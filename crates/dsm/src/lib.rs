@@ -18,16 +18,18 @@ pub mod protocol;
 mod region;
 mod session;
 mod signal;
+pub mod stat;
 pub mod sync;
 mod thread;
 mod window;
 
 pub use array::{Array, Number};
 pub use cluster::{Cluster, ClusterError, FileError, HostError, NODES_MAX};
-pub use driver::{REGIONS_MAX, Stat};
+pub use driver::REGIONS_MAX;
 pub use rdmux_wire::dsm::joining::VERSION;
 pub use region::Region;
 pub use session::{Error, FaultMode, RegionOptions, Session};
+pub use stat::Stat;
 pub use thread::{LockGuard, Thread};
 
 /// Access to a unit or a page.

@@ -8,11 +8,11 @@ use rdmux_memory::mapping::Mapping;
 use rdmux_wire::dsm::NodeId;
 
 use crate::array::{Array, Number};
-use crate::driver::Stat;
 use crate::memory::userfault::Delivery;
 use crate::memory::{self, Access, Change, PageState, View};
 use crate::session::{Error, Session};
 use crate::signal;
+use crate::stat::Stat;
 
 /// The pages of a region in this process. Clones are the same pages.
 #[derive(Clone, Debug)]
@@ -236,7 +236,7 @@ impl<'a> Region<'a> {
 
     /// Returns the counts of this region at this node.
     pub fn stat(&self) -> Stat {
-        self.session.shared().lock().stat(self.number)
+        self.session.shared().lock().sheet().region(self.number)
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod error;
 mod join;
+mod modes;
 mod service;
 
 use std::cell::RefCell;
@@ -24,11 +25,12 @@ use rdmux_wire::dsm::joining::{Joining, Step};
 pub use self::error::Error;
 use crate::cluster::Cluster;
 use crate::driver::{Answer, Driver, Making, Offer, Queues, REGIONS_MAX};
-use crate::memory::userfault::{Abilities, Delivery, Options, Writes};
-use crate::memory::{self, Access, Costs, Engine, View};
+use crate::memory::userfault::{Abilities, Delivery};
+use crate::memory::{self, Access, Costs, View};
 use crate::protocol::{Homes, Settings};
 use crate::region::{Pages, Region};
 use crate::signal;
+use crate::stat::{NodeCounter, Sheet};
 use crate::sync::THREADS_MAX;
 use crate::thread::Thread;
 
@@ -55,11 +57,10 @@ const ADDRESS_ALIGNMENT: u64 = 2 << 20;
 const ATTEMPTS: u32 = 16;
 
 /// Ways by which the faults of the program are answered.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, strum::Display, strum::EnumString)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantArray)]
 #[strum(serialize_all = "lowercase")]
 pub enum FaultMode {
     /// A service thread answers them. System calls on the memory work where the system lets this user catch their faults.
-    #[default]
     Thread,
     /// The thread that faults answers them itself, in a handler of `SIGBUS`, which is faster. System calls on pages that are away fail with `EFAULT`:
     /// [`Region::acquire`] first.
@@ -72,14 +73,14 @@ impl FaultMode {
     /// The environment variable with the mode.
     pub const VARIABLE: &str = "RDMUX_DSM_FAULTS";
 
-    /// Returns the mode of the environment, or [`FaultMode::Thread`].
+    /// Returns the mode of the environment, or [`FaultMode::best`] of what this host allows.
     ///
     /// # Errors
     /// The variable has another value than `thread`, `inline` or `mprotect`.
     pub fn of_environment() -> Result<FaultMode, Error> {
         match std::env::var(FaultMode::VARIABLE) {
             Ok(text) => text.parse().map_err(|_| Error::FaultMode(text)),
-            Err(_) => Ok(FaultMode::default()),
+            Err(_) => Ok(FaultMode::best(&Abilities::probe())),
         }
     }
 }
@@ -146,7 +147,8 @@ impl Session {
     pub fn join(cluster: Cluster, timeout: Duration) -> Result<Session, Error> {
         let joined = join::join(&cluster, timeout)?;
         let homes = Homes::hash(cluster.nodes().collect::<Vec<_>>())?;
-        let driver = Driver::new(cluster.own(), joined.queues.clone(), joined.links, homes);
+        let sheet = Sheet::new(&cluster)?;
+        let driver = Driver::new(cluster.own(), joined.queues.clone(), joined.links, homes, sheet);
         let shared = Arc::new(Shared {
             driver: Mutex::new(driver),
             pollers: AtomicU32::new(0),
@@ -325,28 +327,8 @@ impl<'a> Agreement<'a, '_> {
         let len = usize::try_from(bytes).map_err(|_| Error::Size(bytes))?;
         let alias = rdmux_memory::AnonymousMemory::shareable(len);
         let alias = alias.map_err(|error| Error::NoMemory { bytes, error })?;
-        let engine = self.engine()?;
+        let engine = self.options.mode.engine(&Abilities::probe())?;
         Ok(View::new(Arc::new(alias), address, engine, Costs::TYPICAL)?)
-    }
-
-    fn engine(&self) -> Result<Engine, Error> {
-        let delivery = match self.options.mode {
-            FaultMode::Thread => Delivery::Poll,
-            FaultMode::Inline => Delivery::Signal,
-            FaultMode::Mprotect => return Ok(Engine::Mprotect),
-        };
-        let abilities = Abilities::probe();
-        let catches = abilities.catches.ok_or(memory::Error::NotPermitted)?;
-        if delivery == Delivery::Poll && !abilities.poison {
-            // A thread in the kernel that waits for a lost page could not be ended.
-            const LACKS: &str = "poisoned pages (Linux 6.6), which mode thread needs: use mode inline";
-            return Err(memory::Error::Lacks(LACKS).into());
-        }
-        Ok(Engine::Userfault(Options {
-            catches,
-            delivery,
-            writes: Writes::Fault,
-        }))
     }
 
     /// Registers the pages, has the others read them, and tells all of it.
@@ -370,6 +352,8 @@ impl<'a> Agreement<'a, '_> {
             members: driver.members(),
         };
         driver.add(pages.clone(), mr, &settings);
+        let bytes = pages.view().mapping().len() as u64;
+        driver.sheet().add_region(self.number, bytes, self.options.mode);
         if driver.own().number() == 0 {
             let address = pages.addresses().start;
             let (pages, digest) = (self.pages()?, self.digest());
@@ -477,6 +461,8 @@ pub(crate) struct Driving<'a> {
     driver: Option<MutexGuard<'a, Driver>>,
     /// [`Driver::changes`] at the beginning.
     changes: u64,
+    /// The counter of the events that this thread handles.
+    stage: NodeCounter,
 }
 
 impl<'a> Driving<'a> {
@@ -489,6 +475,7 @@ impl<'a> Driving<'a> {
     fn end(&mut self) {
         if let Some(driver) = &mut self.driver {
             driver.settle();
+            driver.count_events(self.stage);
             if driver.changes() != self.changes {
                 self.shared.changed.notify_all();
             }
@@ -559,11 +546,17 @@ type Kind = LocalKey<RefCell<Option<Waiting>>>;
 impl Shared {
     /// Holds the driver. A thread that does so touches no view.
     pub(crate) fn lock(&self) -> Driving<'_> {
+        self.lock_in(NodeCounter::Stage1Events)
+    }
+
+    /// Does so in a thread that handles events of a stage.
+    fn lock_in(&self, stage: NodeCounter) -> Driving<'_> {
         let driver = self.driver.lock().unwrap_or_else(PoisonError::into_inner);
         Driving {
             shared: self,
             changes: driver.changes(),
             driver: Some(driver),
+            stage,
         }
     }
 

@@ -1,8 +1,10 @@
 //! Threads of a node: their locks, barriers, conditions, words and reductions.
 
 use std::num::NonZeroU32;
+use std::time::Instant;
 
 use crate::session::{Error, Session};
+use crate::stat::NodeCounter;
 use crate::sync::{Call, Failure, Mode, NodeId, Operation, Success};
 
 /// A thread of a node. All its calls may wait for others, and end with an error if a node has left without which they cannot end.
@@ -147,8 +149,16 @@ impl<'a> Thread<'a> {
     pub fn call(&mut self, call: Call) -> Result<Success, Error> {
         let shared = self.session.shared();
         let number = self.number;
+        let counter = counter_of(&call);
+        let began = Instant::now();
         shared.lock().call(number, call);
-        let outcome = shared.wait(|driver| Ok::<_, Failure>(driver.take_outcome(number)))?;
+        let outcome = shared.wait(|driver| {
+            let outcome = driver.take_outcome(number);
+            if let (Some(_), Some(counter)) = (&outcome, counter) {
+                driver.sheet().count_call(counter, began.elapsed());
+            }
+            Ok::<_, Failure>(outcome)
+        })?;
         Ok(outcome?)
     }
 }
@@ -156,6 +166,17 @@ impl<'a> Thread<'a> {
 impl Drop for Thread<'_> {
     fn drop(&mut self) {
         self.session.end_thread(self.number);
+    }
+}
+
+/// Returns the counter of a call, if it may have to wait for others.
+fn counter_of(call: &Call) -> Option<NodeCounter> {
+    match call {
+        Call::Lock { .. } => Some(NodeCounter::LockWaits),
+        Call::Barrier { .. } | Call::Reduce { .. } => Some(NodeCounter::BarrierWaits),
+        Call::Wait { .. } => Some(NodeCounter::ConditionWaits),
+        Call::FetchAdd { .. } | Call::CompareSwap { .. } | Call::Load { .. } => Some(NodeCounter::WordCalls),
+        Call::Unlock { .. } | Call::Signal { .. } | Call::Broadcast { .. } => None,
     }
 }
 

@@ -104,6 +104,9 @@ userns       -         ok       an ordinary user can create them
 ptrace       -         ok       processes of one user can access each other's private memory by process_vm calls
 io_uring     -         ok       switched off; rdmux does not rely on it
 userfaultfd  -         ok       peers on this host can map the memory of unmodified programs
+dsm          thread    ok       a service thread answers faults, and those of system calls; used without --faults
+dsm          inline    ok       the thread that faults answers it, in a handler of SIGBUS
+dsm          mprotect  ok       the thread that faults answers it by mprotect(2), in a handler of SIGSEGV
 rnic         -         ok       none: rdmux uses its soft RNIC
 ddio         -         ok       no RDMA device: rdmux places data with the processor, which does not use DDIO
 drives       -         ok       no NVMe drive
@@ -169,6 +172,28 @@ fn doctor__what_limits_says_what_to_do() {
         assert!(shown.contains(advice), "{file}: {shown}");
         assert!(host.doctor(&[]).status.success(), "{file}: a limit is no failure");
     }
+}
+
+/// What the library itself goes by decides which modes of a shared memory a host allows.
+#[test]
+fn doctor__modes_of_faults_say_what_would_allow_more() {
+    let host = Host::well();
+    host.write("proc/sys/vm/unprivileged_userfaultfd", "0\n");
+    let (verdicts, shown) = host.check("dsm");
+    assert_eq!(verdicts, ["limit", "ok", "ok"], "{shown}");
+    assert!(shown.contains("EFAULT; used without --faults"), "{shown}");
+    assert!(
+        shown.contains("sysctl -w vm.unprivileged_userfaultfd=1\n"),
+        "{shown}"
+    );
+    host.write("dev/userfaultfd", "");
+    let (_, shown) = host.check("dsm");
+    assert!(shown.contains("chmod 0666 /dev/userfaultfd"), "{shown}");
+    fs::remove_file(host.0.path().join("proc/sys/vm/unprivileged_userfaultfd")).unwrap();
+    let (verdicts, shown) = host.check("dsm");
+    assert_eq!(verdicts, ["limit", "limit", "ok"], "{shown}");
+    assert!(shown.contains("SIGSEGV; used without --faults"), "{shown}");
+    assert!(shown.contains("seccomp"), "{shown}");
 }
 
 #[test]

@@ -1,10 +1,17 @@
-//! `rdmux dsm run`: the nodes' environment, exit statuses, signals and wrong input.
+//! `rdmux dsm run`: the nodes' environment, exit statuses, signals and wrong input; `rdmux dsm stat`.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use std::io::{BufRead, BufReader};
+mod dsm_node;
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+const LONG: Duration = Duration::from_secs(60);
 
 fn dsm(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
@@ -115,5 +122,90 @@ fn run__wrong_input_has_one_line() {
         &["-n", "1", "--node", "0", "--", "true"],
     ] {
         assert_eq!(run(args).status.code(), Some(2), "{args:?}");
+    }
+}
+
+#[test]
+fn node() {
+    dsm_node::run();
+}
+
+fn stat(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
+    command.args(["dsm", "stat"]).args(args).output().unwrap()
+}
+
+fn stat_json(cluster: &str) -> Vec<Value> {
+    let output = stat(&[cluster, "--json"]);
+    assert!(output.status.success(), "{output:?}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// Shows nodes, one that is killed no more, and no run that has ended.
+#[test]
+fn stat__shows_the_nodes_that_run() {
+    let mut launcher = dsm(&["-n", "2", "--"])
+        .args(dsm_node::command())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let out = BufReader::new(launcher.stdout.take().unwrap());
+    let mut said = out.lines().map_while(Result::ok);
+    let cluster = said.find_map(|line| Some(line.rsplit_once("READY ")?.1.to_owned()));
+    let cluster = cluster.unwrap();
+    let nodes = stat_json(&cluster);
+    let [zero, one] = &nodes[..] else {
+        panic!("{nodes:?}")
+    };
+    for (number, node) in nodes.iter().enumerate() {
+        assert_eq!((&node["node"], &node["nodes"]), (&number.into(), &2.into()));
+        assert_eq!(node["cluster"], cluster);
+        assert_eq!(node["epoch"], 0);
+        assert_eq!(node["regions"][0]["bytes"], 65536);
+        assert_eq!(node["peers"][0]["node"], 1 - number);
+        assert_eq!(node["peers"][0]["gone"], false);
+        assert!(node["stage_1_events"].as_u64().unwrap() > 0, "{node}");
+    }
+    assert_eq!(zero["address"], cluster);
+    assert_eq!(one["regions"][0]["fetched_bytes"], 4096);
+    let text = stat(&[&cluster]);
+    let shown = lines(&text.stdout);
+    let title = format!("cluster {cluster}: 2 of 2 nodes on this host");
+    assert_eq!((shown[0].as_str(), shown.len()), (&*title, 10), "{shown:?}");
+    let killed = Pid::from_raw(one["pid"].as_i64().unwrap() as i32).unwrap();
+    kill_process(killed, Signal::KILL).unwrap();
+    let deadline = Instant::now() + LONG;
+    loop {
+        let nodes = stat_json(&cluster);
+        if nodes.len() == 1 && nodes[0]["peers"][0]["gone"] == true {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{nodes:?}");
+    }
+    kill_process(Pid::from_child(&launcher), Signal::TERM).unwrap();
+    launcher.wait().unwrap();
+    let output = stat(&[&cluster]);
+    assert_eq!(output.status.code(), Some(1));
+    let told = lines(&output.stderr);
+    assert!(told.len() == 1 && told[0].contains(&cluster), "{told:?}");
+}
+
+#[test]
+fn stat__of_damaged_counts_has_one_line() {
+    let content = b"no counts at all";
+    let file = rdmux_memory::mapping::sealed_file("rdmux-dsm-stat", content.len() as u64).unwrap();
+    File::from(file.try_clone().unwrap()).write_all(content).unwrap();
+    for args in [&[][..], &["--json"]] {
+        let output = stat(args);
+        assert!(output.status.success(), "{output:?}");
+        let own = format!("rdmux: process {}: ", std::process::id());
+        let told = lines(&output.stderr);
+        let mut of_this = told.iter().filter(|line| line.starts_with(&own));
+        assert!(
+            of_this.next().is_some_and(|line| line.contains("damaged")),
+            "{told:?}"
+        );
+        assert_eq!(of_this.next(), None, "{told:?}");
     }
 }

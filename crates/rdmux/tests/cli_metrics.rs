@@ -3,6 +3,7 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+mod dsm_node;
 #[path = "../../skip.rs"]
 mod skip;
 
@@ -67,7 +68,13 @@ struct Measured {
 impl Measured {
     /// Starts the command and waits until it has printed the address of its metrics.
     fn start(mut command: Command) -> Measured {
-        let mut child = Running(command.args(["--metrics", "127.0.0.1:0"]).spawn().unwrap());
+        command.args(["--metrics", "127.0.0.1:0"]);
+        Measured::of(command)
+    }
+
+    /// Does so with a command that has the option.
+    fn of(mut command: Command) -> Measured {
+        let mut child = Running(command.spawn().unwrap());
         let (tx, errors) = mpsc::channel();
         let stderr = child.0.stderr.take().unwrap();
         std::thread::spawn(move || {
@@ -286,6 +293,58 @@ impl Exposition {
         );
         found.iter().sum()
     }
+}
+
+#[test]
+fn node() {
+    dsm_node::run();
+}
+
+#[test]
+fn dsm_run__counts_of_its_nodes() {
+    let home = tempfile::tempdir().unwrap();
+    let of_nodes = [
+        "dsm",
+        "run",
+        "-n",
+        "2",
+        "--device",
+        "127.0.20.11",
+        "--metrics",
+        "127.0.0.1:0",
+        "--",
+    ];
+    let mut command = rdmux(&home, &of_nodes);
+    command.args(dsm_node::command());
+    let mut serving = Measured::of(command);
+    let out = BufReader::new(serving.child.0.stdout.take().unwrap());
+    let mut lines = out.lines().map_while(Result::ok);
+    assert!(lines.any(|line| line.contains("READY ")));
+    let deadline = Instant::now() + LONG;
+    let text = loop {
+        let text = serving.text();
+        // Node 1 may not have left its last barrier yet.
+        if Exposition::read(&text).sum("rdmux_dsm_barrier_waits_total", "") == 4.0 {
+            break text;
+        }
+        assert!(Instant::now() < deadline, "{text}");
+    };
+    let found = Exposition::read(&text);
+    for node in ["node=\"0\"", "node=\"1\""] {
+        assert!(found.sum("rdmux_dsm_stage_1_events_total", node) > 0.0, "{text}");
+        assert!(
+            found.sum("rdmux_dsm_barrier_wait_seconds_total", node) > 0.0,
+            "{text}"
+        );
+        assert_eq!(found.sum("rdmux_dsm_region_bytes", node), 65536.0);
+    }
+    let fetched = "node=\"1\",region=\"0\"";
+    assert_eq!(found.sum("rdmux_dsm_read_faults_total", fetched), 1.0);
+    assert_eq!(found.sum("rdmux_dsm_fetched_bytes_total", fetched), 4096.0);
+    let fetched = "node=\"1\",peer=\"0\"";
+    assert_eq!(found.sum("rdmux_dsm_peer_fetches_total", fetched), 1.0);
+    // Anybody who reaches the address may read it.
+    assert!(!text.contains("127.0.20.11"), "{text}");
 }
 
 #[test]

@@ -6,6 +6,7 @@
 //! is written with one key a line and its numbers as `"N"`.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod dsm_node;
 mod host;
 
 use std::collections::BTreeSet;
@@ -21,7 +22,7 @@ use tempfile::TempDir;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Commands whose output has files here, as text and as JSON; more words are a case of a command.
-const OUTPUTS: [&str; 45] = [
+const OUTPUTS: [&str; 46] = [
     "accel checksum",
     "accel compress",
     "accel decompress",
@@ -32,6 +33,7 @@ const OUTPUTS: [&str; 45] = [
     "ddio on",
     "dev show",
     "doctor",
+    "dsm stat",
     "link show",
     "log append",
     "log bench",
@@ -595,6 +597,25 @@ fn output__nvme_target() {
     drop(text);
     let (_json, said) = target("json", 15, &["--json"]);
     compare_json("nvme target", &home, &said);
+}
+
+#[test]
+fn node() {
+    dsm_node::run();
+}
+
+#[test]
+fn output__dsm_stat() {
+    let home = tempfile::tempdir().unwrap();
+    let (device, node) = (address(19), dsm_node::command());
+    // In the first mode that a host allows, the output would depend on the host.
+    let mut words = vec![
+        "dsm", "run", "-n", "2", "--device", &device, "--faults", "mprotect", "--",
+    ];
+    words.extend(node.iter().map(String::as_str));
+    let (_running, said) = start(&home, &words, "READY ");
+    let (_, cluster) = said.rsplit_once("READY ").unwrap();
+    both(&home, "dsm stat", &["dsm", "stat", cluster.trim()]);
 }
 
 #[test]

@@ -94,7 +94,8 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
             times.record(began.elapsed().as_nanos() as u64)?;
         }
         let stat = region.stat();
-        ensure!(stat.read_faults + stat.write_faults >= PAGES, "{stat:?}");
+        let faults = stat.read_faults + stat.write_faults + stat.upgrade_faults;
+        ensure!(faults >= PAGES, "{stat:?}");
         say(&json!({ "p50": times.value_at_quantile(0.5) as f64 / 1000.0 }).to_string())?;
     }
     thread.barrier(0, all)?;

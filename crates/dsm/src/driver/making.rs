@@ -4,7 +4,7 @@ use rdmux_verbs::{MemoryRegion, RKey, RemoteBuffer};
 use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::joining::{Joining, Step};
 
-use super::{Driver, REGIONS_MAX, Region, Stat};
+use super::{Driver, REGIONS_MAX, Region};
 use crate::memory::PageBatch;
 use crate::protocol;
 use crate::region::Pages;
@@ -140,7 +140,8 @@ impl Driver {
             keys: vec![None; self.peers.len()],
             protections: Vec::new(),
             batch: PageBatch::new(),
-            stat: Stat::default(),
+            number: settings.region,
+            sheet: self.sheet.clone(),
         }));
         for from in 0..self.peers.len() as u32 {
             let making = self.making(settings.region);

@@ -106,8 +106,10 @@ const WRITTEN: u64 = 2;
 /// Results that one scan returns at most.
 const SCAN_RESULTS: usize = 256;
 
+/// Answer where pages of files in memory cannot be installed and protected.
+pub(crate) const FILES_LACK: Error = Error::Lacks("page faults in files in memory (Linux 5.19)");
 /// Answer where pages cannot be installed for reading.
-const INSTALL_LACKS: Error = Error::Lacks("pages that are installed for reading (Linux 6.4)");
+pub(crate) const INSTALL_LACKS: Error = Error::Lacks("pages that are installed for reading (Linux 6.4)");
 /// Answer where pages cannot be poisoned.
 pub(super) const POISON_LACKS: Error = Error::Lacks("poisoned pages (userfaultfd of Linux 6.6)");
 
@@ -118,6 +120,15 @@ pub enum Catches {
     All,
     /// Those of threads alone: a system call that faults fails with `EFAULT`.
     Threads,
+}
+
+/// Ways to userfaultfd(2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Route {
+    /// The system call.
+    Call,
+    /// The device `/dev/userfaultfd`. Linux 6.1.
+    Device,
 }
 
 /// Ways by which a fault is announced.
@@ -204,10 +215,14 @@ impl Fault {
 pub struct Abilities {
     /// Faults that can be caught; `None`: userfaultfd(2) is not to be had.
     pub catches: Option<Catches>,
+    /// Way to them.
+    pub route: Option<Route>,
     /// Pages of a file in memory can be installed and protected: without it no [`View`](super::View) can use userfaultfd(2). Linux 5.19.
     pub files: bool,
     /// A page can be installed for reading in one step: without it there is a moment in which it can be written. Linux 6.4.
     pub install_for_reading: bool,
+    /// Faults can be announced by `SIGBUS`, [`Delivery::Signal`]. Linux 4.14.
+    pub signal: bool,
     /// Pages can be poisoned. Linux 6.6.
     pub poison: bool,
     /// Writes can be recorded, [`Writes::Record`]. Linux 6.7.
@@ -218,10 +233,10 @@ impl Abilities {
     /// Asks the kernel.
     pub fn probe() -> Abilities {
         let opened = [Catches::All, Catches::Threads].into_iter().find_map(|catches| {
-            let fd = open(catches, Delivery::Poll).ok()?;
-            Some((catches, negotiate(&fd, 0).ok()?))
+            let (fd, route) = open(catches, Delivery::Poll).ok()?;
+            Some((catches, route, negotiate(&fd, 0).ok()?))
         });
-        let Some((catches, features)) = opened else {
+        let Some((catches, route, features)) = opened else {
             return Abilities::default();
         };
         let has = |feature| features & feature == feature;
@@ -233,8 +248,10 @@ impl Abilities {
         let tried = try_install(options(Writes::Fault));
         Abilities {
             catches: Some(catches),
+            route: Some(route),
             files: has(FEATURE_MINOR | FEATURE_WRITE_PROTECT) && tried.is_ok(),
             install_for_reading: tried.unwrap_or(false),
+            signal: has(FEATURE_SIGBUS),
             poison: has(FEATURE_POISON),
             record: has(FEATURE_RECORD) && try_record(options(Writes::Record)).is_ok(),
         }
@@ -292,7 +309,7 @@ impl Userfault {
     /// [`Error::NotPermitted`] if the system does not permit it to this user, [`Error::Lacks`] if the kernel has no userfaultfd(2) or not all
     /// that the options need.
     pub fn open(options: Options) -> Result<Userfault, Error> {
-        let fd = open(options.catches, options.delivery)?;
+        let (fd, _) = open(options.catches, options.delivery)?;
         let mut features = FEATURE_MINOR | FEATURE_WRITE_PROTECT;
         let mut pagemap = None;
         if options.delivery == Delivery::Signal {
@@ -312,7 +329,7 @@ impl Userfault {
             Err(Errno::INVAL) if options.writes == Writes::Record => {
                 Err(Error::Lacks("recorded writes (Linux 6.7)"))
             }
-            Err(Errno::INVAL) => Err(Error::Lacks("page faults in files in memory (Linux 5.19)")),
+            Err(Errno::INVAL) => Err(FILES_LACK),
             Err(errno) => Err(ASK_API.error(errno)),
         }
     }
@@ -323,7 +340,7 @@ impl Userfault {
         let mut register = [start, len, ALL_MODES, 0];
         match REGISTER.call(&self.fd, &mut register) {
             Ok(()) if register[3] & NEEDED_CALLS == NEEDED_CALLS => Ok(start..start + len),
-            Ok(()) | Err(Errno::INVAL) => Err(Error::Lacks("page faults in files in memory (Linux 5.19)")),
+            Ok(()) | Err(Errno::INVAL) => Err(FILES_LACK),
             Err(Errno::BUSY) => Err(Error::Busy(start)),
             Err(errno) => Err(REGISTER.error(errno)),
         }
@@ -516,7 +533,7 @@ fn negotiate(fd: &OwnedFd, features: u64) -> Result<u64, Errno> {
     Ok(api[1])
 }
 
-fn open(catches: Catches, delivery: Delivery) -> Result<OwnedFd, Error> {
+fn open(catches: Catches, delivery: Delivery) -> Result<(OwnedFd, Route), Error> {
     let blocking = match delivery {
         Delivery::Read => UserfaultfdFlags::empty(),
         Delivery::Poll | Delivery::Signal => UserfaultfdFlags::NONBLOCK,
@@ -527,7 +544,7 @@ fn open(catches: Catches, delivery: Delivery) -> Result<OwnedFd, Error> {
     }
     // SAFETY: a new descriptor concerns no memory yet.
     let refused = match unsafe { userfaultfd(flags) } {
-        Ok(fd) => return Ok(fd),
+        Ok(fd) => return Ok((fd, Route::Call)),
         Err(refused) => refused,
     };
     if catches == Catches::All
@@ -538,7 +555,8 @@ fn open(catches: Catches, delivery: Delivery) -> Result<OwnedFd, Error> {
         let fd = unsafe { libc::ioctl(device.as_raw_fd(), NEW, flags) };
         if fd >= 0 {
             // SAFETY: a descriptor that the kernel has just made for this call.
-            return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
+            let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+            return Ok((fd, Route::Device));
         }
     }
     Err(match refused {

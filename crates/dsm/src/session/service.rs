@@ -10,6 +10,7 @@ use super::{Gap, LOOK, Shared, WAKES};
 use crate::driver::Patience;
 use crate::memory::userfault::Fault;
 use crate::region::Pages;
+use crate::stat::NodeCounter;
 
 /// Questions whether a node is there, in the time of a lease.
 const PROBES: u32 = 8;
@@ -26,7 +27,7 @@ pub(super) fn serve(shared: &Shared) {
         gap.saw(has_come, &mut waiting);
         if probed.elapsed() >= shared.lease / PROBES {
             probed = Instant::now();
-            shared.lock().probe(Patience {
+            shared.lock_in(NodeCounter::Stage2Events).probe(Patience {
                 // A node that fell silent just after an answer is noticed before its lease is over.
                 lease: shared.lease / PROBES * (PROBES - 2),
                 joining: shared.joining,
@@ -49,7 +50,7 @@ pub(super) fn serve(shared: &Shared) {
 
 /// Answers all that has come. Returns whether there was anything.
 fn turn(shared: &Shared, readers: &[(u32, Pages)], faults: &mut Vec<Fault>) -> bool {
-    let mut driver = shared.lock();
+    let mut driver = shared.lock_in(NodeCounter::Stage2Events);
     let mut any = driver.turn(true);
     for (region, pages) in readers {
         let Some(userfault) = pages.view().userfault() else {
@@ -73,7 +74,7 @@ fn turn(shared: &Shared, readers: &[(u32, Pages)], faults: &mut Vec<Fault>) -> b
 /// Sleeps until something has come. While a thread of the program polls, only faults and the time end its sleep.
 fn rest(shared: &Shared, readers: &[(u32, Pages)]) {
     {
-        let mut driver = shared.lock();
+        let mut driver = shared.lock_in(NodeCounter::Stage2Events);
         if !shared.is_polled() && !driver.rest() {
             return;
         }

@@ -1,6 +1,7 @@
 //! `rdmux doctor`: looks at the host, reports problems and gives advice.
 
 mod drives;
+mod dsm;
 mod host;
 mod idle;
 mod network;
@@ -17,7 +18,7 @@ use crate::output::{self, Align};
 type Check = (&'static str, fn(&Path) -> Vec<Finding>);
 
 /// All checks. A new check needs only a line here.
-const CHECKS: [Check; 15] = [
+const CHECKS: [Check; 16] = [
     ("cpu", host::cpu),
     ("idle", idle::idle),
     ("port", network::port),
@@ -30,6 +31,7 @@ const CHECKS: [Check; 15] = [
     ("ptrace", host::ptrace),
     ("io_uring", host::io_uring),
     ("userfaultfd", host::userfaultfd),
+    ("dsm", dsm::dsm),
     ("rnic", host::rnic),
     ("ddio", ddio::findings),
     ("drives", drives::drives),
@@ -42,6 +44,7 @@ const CHECKS: [Check; 15] = [
 ///
 /// `ddio` finds the PCI root port above each RNIC and reports whether the RNIC's writes go to the processor's cache, where a power cut
 /// loses them; `rdmux ddio` changes that. `drives` says what memory NVMe drives have, and what is missing to drive them from user space.
+/// `dsm` says by which ways page faults of a shared memory can be answered (docs/dsm.md).
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 JSON: an array of objects: check, subject, verdict (ok, limit, blocked or unknown), what, advice (or null), details (by check, or null).")]

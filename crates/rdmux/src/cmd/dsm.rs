@@ -1,11 +1,12 @@
 //! `rdmux dsm`: programs on several nodes that share memory.
 
 mod run;
+mod stat;
 
 use anyhow::Result;
 use clap::Subcommand;
 
-/// Run programs on several nodes that share memory (docs/dsm.md).
+/// Run programs on several nodes that share memory, and show what they do (docs/dsm.md).
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -16,10 +17,12 @@ pub(crate) struct Args {
 enum Command {
     /// Run a program as all nodes on this host, or as one node of several hosts.
     Run(run::Args),
+    Stat(stat::Args),
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
     match args.command {
         Command::Run(args) => run::run(args),
+        Command::Stat(args) => stat::run(&args),
     }
 }

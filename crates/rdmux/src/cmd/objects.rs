@@ -174,7 +174,7 @@ pub(crate) fn devices_of(named: Named) -> Result<Vec<DeviceAt>> {
 }
 
 /// Returns the name of a process.
-fn comm(pid: u32) -> Option<String> {
+pub(crate) fn comm(pid: u32) -> Option<String> {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
     // A process may choose any name.
     Some(

@@ -1,6 +1,7 @@
 //! Metrics for Prometheus: `--metrics ADDR`. They hold figures only, since anybody who reaches the address can read them: no names of
 //! regions, files or applications, no peers, no payload. Those of a node name its tenants.
 
+mod dsm;
 mod node;
 mod nvme;
 mod text;
@@ -10,6 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use rdmux_dsm::{Cluster, stat};
 use rdmux_hw::metrics::{RnicMetrics, devices as rnics};
 use rdmux_nvmf::control::Control;
 use rdmux_push::server::{Metrics, RequestKind, ServerMetrics};
@@ -38,6 +40,9 @@ static TARGET: OnceLock<Arc<Control>> = OnceLock::new();
 /// The node of this process, if it is one.
 static NODE: OnceLock<Arc<Recent>> = OnceLock::new();
 
+/// The cluster whose nodes this process has started, if it has.
+static CLUSTER: OnceLock<Cluster> = OnceLock::new();
+
 /// Parses `ADDR`, `ADDR:PORT` or `PORT`; port 0 stands for any free port.
 pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, String> {
     http::parse_address(text, PORT_DEFAULT)
@@ -64,6 +69,7 @@ fn answer(request: &Request<'_>) -> Answer {
     }
     let node = NODE.get().and_then(|node| node.snapshot());
     let target = TARGET.get().map(|target| nvme::Figures::of(target));
+    let nodes = CLUSTER.get().map(nodes_of).unwrap_or_default();
     Answer {
         content_type: "text/plain; version=0.0.4; charset=utf-8",
         body: render(
@@ -72,6 +78,7 @@ fn answer(request: &Request<'_>) -> Answer {
             SERVER.get(),
             node.as_deref(),
             target.as_ref(),
+            &nodes,
         )
         .into(),
         ..Answer::text("200 OK", "")
@@ -88,6 +95,17 @@ pub(crate) fn show_server(metrics: Metrics) {
 pub(crate) fn show_target(target: Arc<Control>) {
     // A process has at most one target.
     let _ = TARGET.set(target);
+}
+
+/// Adds the counts of the nodes of a shared memory to the metrics, of those that run on this host.
+pub(crate) fn show_cluster(cluster: Cluster) {
+    // A process starts the nodes of at most one cluster.
+    let _ = CLUSTER.set(cluster);
+}
+
+fn nodes_of(cluster: &Cluster) -> Vec<stat::Node> {
+    let nodes = stat::nodes().into_iter().flatten();
+    nodes.filter(|node| node.is_of(cluster)).collect()
 }
 
 /// Adds the figures of a node to the metrics.
@@ -149,6 +167,7 @@ fn render(
     server: Option<&Metrics>,
     node: Option<&Snapshot>,
     target: Option<&nvme::Figures>,
+    dsm: &[stat::Node],
 ) -> String {
     let mut text = Text::default();
     text.family(
@@ -172,6 +191,9 @@ fn render(
     }
     if let Some(target) = target {
         target.render(&mut text);
+    }
+    if !dsm.is_empty() {
+        dsm::render(&mut text, dsm);
     }
     text.finish()
 }
@@ -518,6 +540,7 @@ mod tests {
             Some(&server),
             Some(&node::tests::snapshot()),
             Some(&nvme::Figures::with_all()),
+            &[dsm::tests::node()],
         );
         let families = text.lines().filter_map(|line| line.strip_prefix("# TYPE "));
         let shown: BTreeSet<&str> = families.map(|family| family.split(' ').next().unwrap()).collect();
@@ -574,12 +597,12 @@ mod tests {
              1\n",
             env!("CARGO_PKG_VERSION")
         );
-        assert_eq!(render(&[], &[], None, None, None), expected);
+        assert_eq!(render(&[], &[], None, None, None, &[]), expected);
     }
 
     #[test]
     fn render__an_rnic() {
-        let text = render(&[], &[an_rnic()], None, None, None);
+        let text = render(&[], &[an_rnic()], None, None, None, &[]);
         for line in [
             "rdmux_hw_queue_pairs{device=\"rxe0\",port=\"1\"} 2",
             "rdmux_hw_memory_regions{device=\"rxe0\",port=\"1\"} 3",

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{self, Child, Command, ExitStatus};
@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 
 use crate::cmd::serve::load_key;
-use crate::{output, signals};
+use crate::{metrics, output, signals};
 
 /// Exit statuses where there is no such program, and where it could not be started: POSIX, env.
 const NO_PROGRAM: i32 = 127;
@@ -45,12 +45,16 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE", requires = "cluster")]
     key: Option<PathBuf>,
     /// Way by which page faults are answered: by a service thread, by the faulting thread itself in a handler of SIGBUS, or the same by mprotect(2)
-    /// and SIGSEGV.
-    #[arg(long, value_name = "HOW", default_value_t = FaultMode::Thread)]
-    faults: FaultMode,
+    /// and SIGSEGV [default: the first of thread, inline and mprotect that the host allows, as `rdmux doctor dsm` says].
+    #[arg(long, value_name = "HOW")]
+    faults: Option<FaultMode>,
     /// Inject faults at the nodes' ports, in both directions, such as loss=1%,delay=5ms,seed=7 (docs/bad-network.md).
     #[arg(long, value_name = "SPEC")]
     fault: Option<Spec>,
+    /// Serve metrics of the nodes for Prometheus over HTTP, for example at 127.0.0.1:9791, until they end; a PORT alone is on the loopback
+    /// interface (docs/metrics.md).
+    #[arg(long, value_name = "ADDR[:PORT]", value_parser = metrics::parse_address)]
+    metrics: Option<SocketAddr>,
     /// The program and its arguments.
     #[arg(trailing_var_arg = true, required = true)]
     command: Vec<OsString>,
@@ -65,13 +69,16 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let command = |cluster: &Cluster| {
         let mut command = Command::new(program);
         command.args(arguments).envs(cluster.environment());
-        command.env(FaultMode::VARIABLE, args.faults.to_string());
+        command.envs(args.faults.map(|mode| (FaultMode::VARIABLE, mode.to_string())));
         command.envs(args.fault.as_ref().map(|spec| ("RDMUX_FAULT", spec.to_string())));
         command
     };
     if let (Some(file), Some(node)) = (&args.cluster, args.node) {
         let key = load_key(args.key.as_deref())?;
         let cluster = Cluster::of_file(file, node, &key)?;
+        if args.metrics.is_some() {
+            return run_all(program, &[cluster], command, args.metrics);
+        }
         // The program replaces this process, so that nothing has to pass on signals and its exit status.
         let error = command(&cluster).exec();
         fail_to_start(program, &error);
@@ -82,12 +89,26 @@ pub(crate) fn run(args: Args) -> Result<()> {
     }
     let clusters =
         Cluster::on_this_host(args.device, nodes).with_context(|| format!("--device {}", args.device))?;
+    run_all(program, &clusters, command, args.metrics)
+}
+
+/// Runs nodes of one cluster, and waits until all have ended.
+fn run_all(
+    program: &OsString,
+    clusters: &[Cluster],
+    command: impl Fn(&Cluster) -> Command,
+    metrics: Option<SocketAddr>,
+) -> Result<()> {
+    if let (Some(address), Some(cluster)) = (metrics, clusters.first()) {
+        metrics::show_cluster(cluster.clone());
+        metrics::serve_at(address)?;
+    }
     let children = Arc::new(Children::default());
     let stopped = children.clone();
     signals::handle(move || stopped.stop(), None::<fn()>)?;
-    for cluster in &clusters {
+    for cluster in clusters {
         match command(cluster).spawn() {
-            Ok(child) => children.add(child),
+            Ok(child) => children.add(cluster.own().number(), child),
             Err(error) => {
                 children.stop();
                 children.wait();
@@ -118,8 +139,8 @@ struct Children(Mutex<List>);
 
 #[derive(Default)]
 struct List {
-    /// In their order, those that have not ended.
-    nodes: Vec<Option<Child>>,
+    /// In the order of their numbers, which come first; `None`: it has ended.
+    nodes: Vec<(u32, Option<Child>)>,
     is_stopping: bool,
 }
 
@@ -128,29 +149,30 @@ impl Children {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn add(&self, child: Child) {
+    fn add(&self, number: u32, child: Child) {
         let mut list = self.lock();
         if list.is_stopping {
             terminate(&child);
         }
-        list.nodes.push(Some(child));
+        list.nodes.push((number, Some(child)));
     }
 
     /// Asks all nodes to end, those that are started later too.
     fn stop(&self) {
         let mut list = self.lock();
         list.is_stopping = true;
-        list.nodes.iter().flatten().for_each(terminate);
+        let children = list.nodes.iter().filter_map(|(_, child)| child.as_ref());
+        children.for_each(terminate);
     }
 
     /// Waits for all nodes. Reports those that a signal has ended, and returns the exit status of the one of the lowest number that failed, or 0.
     fn wait(&self) -> i32 {
         let mut first = 0;
-        for node in 0.. {
-            let pid = {
+        for index in 0.. {
+            let (node, pid) = {
                 let list = self.lock();
-                match list.nodes.get(node) {
-                    Some(child) => child.as_ref().map(Pid::from_child),
+                match list.nodes.get(index) {
+                    Some((node, child)) => (*node, child.as_ref().map(Pid::from_child)),
                     None => break,
                 }
             };
@@ -159,7 +181,7 @@ impl Children {
                 let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
                 while matches!(waitid(WaitId::Pid(pid), options), Err(Errno::INTR)) {}
             });
-            let child = ended.and_then(|()| self.lock().nodes.get_mut(node)?.take());
+            let child = ended.and_then(|()| self.lock().nodes.get_mut(index)?.1.take());
             let Some(mut child) = child else { continue };
             let Ok(status) = child.wait() else {
                 // The system has kept no status of it.
