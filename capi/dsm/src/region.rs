@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
-use rdmux_dsm::{Access, FaultMode, RegionOptions, Session, Stat};
+use rdmux_dsm::{Access, FaultMode, RegionOptions, Session};
 
 use crate::failure::{Failure, caught, keep, status};
 use crate::objects::{check_outside, find, give};
@@ -82,7 +82,7 @@ impl Options {
 
 /// `struct rdmux_dsm_stat`
 #[repr(C)]
-struct StatOfC {
+struct Stat {
     read_faults: u64,
     write_faults: u64,
     fetches: u64,
@@ -247,29 +247,23 @@ unsafe extern "C" fn rdmux_dsm_write(
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn rdmux_dsm_region_stat(region: *mut Region, stat: *mut StatOfC) -> c_int {
+unsafe extern "C" fn rdmux_dsm_region_stat(region: *mut Region, to: *mut Stat) -> c_int {
     status(|| {
         let region = find(region)?;
-        if stat.is_null() {
+        if to.is_null() {
             return Err(Failure::invalid("no place for the counts"));
         }
-        let Stat {
-            read_faults,
-            write_faults,
-            fetches,
-            invalidations,
-            messages,
-        } = region.inner.stat();
-        let counts = StatOfC {
-            read_faults,
-            write_faults,
-            fetches,
-            invalidations,
-            messages,
+        let stat = region.inner.stat();
+        let counts = Stat {
+            read_faults: stat.read_faults,
+            write_faults: stat.write_faults,
+            fetches: stat.fetches,
+            invalidations: stat.invalidations,
+            messages: stat.messages,
             reserved: [0; 11],
         };
         // SAFETY: not null, so the program has room for the structure.
-        unsafe { stat.write(counts) };
+        unsafe { to.write(counts) };
         Ok(0)
     })
 }
