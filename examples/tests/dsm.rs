@@ -34,6 +34,17 @@ fn address() -> IpAddr {
 
 /// Runs a program on some nodes. Returns how each has ended.
 fn run(name: &str, nodes: u32, mode: FaultMode, arguments: &[&str]) -> Vec<Output> {
+    run_over(&[], name, nodes, mode, arguments)
+}
+
+/// Does that on a network that variables of the environment describe.
+fn run_over(
+    network: &[(&str, &str)],
+    name: &str,
+    nodes: u32,
+    mode: FaultMode,
+    arguments: &[&str],
+) -> Vec<Output> {
     rdmux_soft::register();
     let clusters = Cluster::on_this_host(address(), nodes).unwrap();
     let start = |mut cluster: Cluster| {
@@ -43,6 +54,7 @@ fn run(name: &str, nodes: u32, mode: FaultMode, arguments: &[&str]) -> Vec<Outpu
             .args(arguments)
             .envs(cluster.environment())
             .env(FaultMode::VARIABLE, mode.to_string())
+            .envs(network.iter().copied())
             // Errors would have backtraces.
             .env("RUST_LIB_BACKTRACE", "0")
             .stdin(Stdio::null())
@@ -121,6 +133,28 @@ fn programs__are_right_with_threads_on_each_of_two_nodes() {
             let words: Vec<&str> = line.split(' ').chain(["--threads", "2"]).collect();
             for report in reports(words[0], 2, mode, &words[1..]) {
                 assert_eq!(report["threads"], 2);
+            }
+        }
+    }
+}
+
+#[test]
+fn programs__are_right_although_packets_are_lost_and_delayed() {
+    for faults in [
+        "loss=1%,dup=1%,reorder=1%,seed=3",
+        "loss=1%,delay=100us..1ms,seed=4",
+    ] {
+        let network = [("RDMUX_SHM", "off"), ("RDMUX_FAULT", faults)];
+        for mode in MODES {
+            for line in ["sor 62 5", "kv 200 30"] {
+                let words: Vec<&str> = line.split(' ').collect();
+                let outputs = run_over(&network, words[0], 3, mode, &words[1..]);
+                // Each compares its results with those of a run alone.
+                let is_correct = |it: &Output| it.status.success() && it.stdout.ends_with(b": correct\n");
+                assert!(
+                    outputs.iter().all(is_correct),
+                    "{line} {mode} {faults}: {outputs:#?}"
+                );
             }
         }
     }

@@ -4,8 +4,9 @@
 //! something. It never waits, and touches no view.
 
 mod making;
+mod presence;
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,8 @@ use rdmux_wire::dsm::membership::Membership as MembershipMessage;
 use rdmux_wire::dsm::{MESSAGE_LEN, Message, NodeId, sync as wire_sync};
 
 pub(crate) use self::making::{Answer, Making, Offer};
+pub(crate) use self::presence::Patience;
+use self::presence::{Questions, Wait};
 use crate::link::{Link, LinkError, WorkId};
 use crate::membership::{self, Membership};
 use crate::memory::{self, Access, Change, PageBatch, PageState};
@@ -47,9 +50,15 @@ pub(crate) enum Loss {
     /// It has not answered.
     #[error("it has not answered for {:.1} seconds", .0.as_secs_f64())]
     Silent(Duration),
+    /// Its device answers, but it takes no messages.
+    #[error("its device answers, but it has taken no message for {:.1} seconds", .0.as_secs_f64())]
+    Hung(Duration),
+    /// It takes messages, but has not answered one that a correct node answers.
+    #[error("it does not keep to the protocol: it takes messages, but has not answered one for {:.1} seconds", .0.as_secs_f64())]
+    Unanswered(Duration),
     /// Another node has lost it.
-    #[error("another node has lost its connection to it")]
-    LostByOthers,
+    #[error("node {0} has lost its connection to it")]
+    LostBy(u32),
     /// Its message is none that a correct node sends.
     #[error("it does not keep to the protocol: {0}")]
     Violation(#[from] Violation),
@@ -75,6 +84,7 @@ struct Peer {
     is_ending: bool,
     /// Messages that wait for news of the membership.
     held: VecDeque<[u8; MESSAGE_LEN]>,
+    questions: Questions,
 }
 
 /// A region, as its nodes have agreed on it.
@@ -144,6 +154,8 @@ pub(crate) struct Driver {
     outcomes: Vec<Option<sync::Outcome>>,
     pulls: Vec<Option<Pull>>,
     free_pulls: Vec<u32>,
+    /// Waits for other nodes at the time of the last questions, with their beginnings.
+    waits: BTreeMap<Wait, Instant>,
     /// Grows with all that a waiting thread may look at.
     changes: u64,
     /// The first error of the system, after which the memory is of no use.
@@ -175,6 +187,7 @@ impl Driver {
             outcomes: vec![None; sync::THREADS_MAX.into()],
             pulls: Vec::new(),
             free_pulls: Vec::new(),
+            waits: BTreeMap::new(),
             changes: 0,
             failure: None,
         }
@@ -354,23 +367,6 @@ impl Driver {
         }
     }
 
-    /// Asks all nodes whether they are there, and notices those that have disconnected, or not answered for so long.
-    pub(crate) fn probe(&mut self, patience: Duration) {
-        let now = Instant::now();
-        for number in 0..self.peers.len() as u32 {
-            let Some(link) = self.link(number) else { continue };
-            if link.is_ended() {
-                self.lose(number, Loss::Left);
-                continue;
-            }
-            match link.probe(now) {
-                Ok(Some(since)) if now - since >= patience => self.lose(number, Loss::Silent(now - since)),
-                Ok(_) => {}
-                Err(error) => self.lose(number, error.into()),
-            }
-        }
-    }
-
     fn tell(&mut self) {
         self.each_link(Link::tell);
     }
@@ -418,6 +414,7 @@ impl Driver {
     /// Takes a message of a node, unless earlier ones of it wait.
     fn arrived(&mut self, number: u32, message: [u8; MESSAGE_LEN]) {
         let Some(peer) = self.peer(number) else { return };
+        peer.questions.has_begun = true;
         // News of the membership ends the waits of the others.
         if !peer.held.is_empty() && !MembershipMessage::has_kind(message[0]) {
             peer.held.push_back(message);
@@ -443,7 +440,7 @@ impl Driver {
             if !message.is_ok_and(|message| self.membership.handle_message(from, message)) {
                 self.lose(number, Loss::Message(kind));
             }
-            self.follow_membership();
+            self.follow_membership(Some(number));
             return;
         }
         if kind >= wire_sync::KIND_FIRST {
@@ -681,7 +678,7 @@ impl Driver {
         if peer.loss.is_none() {
             peer.loss = Some(loss);
             self.membership.handle_failed(node);
-            self.follow_membership();
+            self.follow_membership(None);
         }
     }
 
@@ -694,8 +691,8 @@ impl Driver {
         }
     }
 
-    /// Carries out what the membership's state machine has decided.
-    fn follow_membership(&mut self) {
+    /// Carries out what the membership's state machine has decided, upon a message of a node or without one.
+    fn follow_membership(&mut self, told_by: Option<u32>) {
         while let Some(action) = self.membership.poll_action() {
             match action {
                 membership::Action::Send { to, message } => self.send(to.number(), message.emit()),
@@ -705,11 +702,14 @@ impl Driver {
                         // Nothing of this node can be read by it from now on.
                         peer.link = None;
                         peer.held.clear();
-                        peer.loss.get_or_insert(Loss::LostByOthers);
+                        if let Some(teller) = told_by {
+                            peer.loss.get_or_insert(Loss::LostBy(teller));
+                        }
                     }
                     self.end_pulls(node.number());
                     self.changes += 1;
                 }
+                membership::Action::Present(node) => self.has_answered(node),
                 membership::Action::Gone { epoch, node } => self.end(epoch, node),
             }
         }

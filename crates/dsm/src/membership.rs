@@ -37,6 +37,8 @@ pub(crate) enum Action {
     },
     /// End the connection to a node: no message comes from it any more, and it cannot read this node's memory.
     Drop(NodeId),
+    /// A node takes messages: it has answered a question of the driver's.
+    Present(NodeId),
     /// A node, maybe this one, has left with an epoch. Its connection has ended before.
     Gone {
         /// The epoch.
@@ -82,6 +84,15 @@ impl Membership {
         self.members.iter().copied()
     }
 
+    /// Returns the nodes for which this one waits: to consent to its taking over, or to expel those whose connections have failed. A node that
+    /// stays among them longer than the driver allows for is to be treated as one whose connection has failed.
+    pub(crate) fn waits_for(&self) -> impl Iterator<Item = NodeId> {
+        let asked = self.asked.iter().flatten().copied();
+        let is_telling = self.asked.is_none() && !self.failed.is_empty();
+        let coordinator = self.lowest().filter(|it| is_telling && *it != self.own);
+        asked.chain(coordinator)
+    }
+
     /// Returns the next task of the driver.
     pub(crate) fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
@@ -114,6 +125,8 @@ impl Membership {
             Message::Expel { epoch, node } => return self.expelled(from, epoch, node),
             Message::Takeover { epoch } => return self.taken_over(from, epoch),
             Message::Consent { epoch } => return self.consented(from, epoch),
+            Message::Probe => self.send(from, Message::Present),
+            Message::Present => self.actions.push_back(Action::Present(from)),
         }
         true
     }

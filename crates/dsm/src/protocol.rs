@@ -97,7 +97,7 @@
 //!   expelled and goes on may read its old copies, but it cannot have seen anything newer, nor can others see what it does afterwards together
 //!   with that.
 //! - The driver must make the frames unreadable for a node (revoke its keys) before it tells that the node is gone.
-//! - A node that a home waits for ([`Node::waits_for`]) and that does not answer within its lease has to leave.
+//! - A node that a home waits for ([`Node::waits`]) and that does not answer within the driver's limit has to leave.
 //! - The home removes the node from its entries. A unit is lost if the node could write it, or was being granted that, or had the only fresh
 //!   frame: requests for it are refused, by the name of the node. (A node that reads a unit alone can write it, too.) For other units, another
 //!   fresh frame serves.
@@ -122,7 +122,7 @@
 //! |---|---|
 //! | a copy | 80 |
 //! | an entry | 120, and if the region has more than 64 nodes, another 3/8 a node |
-//! | a request at its home | 52 |
+//! | a request at its home | 62 |
 //! | a home that a registrar knows | 24 |
 //! | a used unit without neighbours: additionally for each of these but requests | 76 for each factor of 16 in the number of units |
 //!
@@ -239,6 +239,17 @@ pub enum Violation {
     /// The unit is in no state in which the message could come.
     #[error("a message that nothing has asked for")]
     Unexpected,
+}
+
+/// A wait of a unit's home for a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Wait {
+    /// The unit.
+    pub unit: u64,
+    /// The node whose request is carried out, and the request's number at it.
+    pub request: (NodeId, u64),
+    /// The node that has not answered.
+    pub node: NodeId,
 }
 
 /// Tasks and messages that the parts of a node give out.
@@ -387,6 +398,11 @@ impl Node {
     /// them longer than the driver allows for, such as its lease, is to be expelled. Empty if there is no such request.
     pub fn waits_for(&self, unit: u64) -> impl Iterator<Item = NodeId> {
         self.directory.waits_for(unit, &self.peers)
+    }
+
+    /// Returns all waits of the requests that this node carries out as a home: see [`Node::waits_for`]. Takes time for each such request.
+    pub fn waits(&self) -> impl Iterator<Item = Wait> {
+        self.directory.waits(&self.peers)
     }
 
     /// Returns the nodes that have a right to a unit, or are being granted one, as its home has recorded them. Empty if this node is not its home.

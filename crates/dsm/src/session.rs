@@ -14,6 +14,7 @@ use std::thread::{JoinHandle, LocalKey};
 use std::time::{Duration, Instant};
 
 use rdmux_key::random_nonce;
+use rdmux_memory::mapping::PlaceError;
 use rdmux_runtime::Waiting;
 use rdmux_verbs::provider::Waker;
 use rdmux_verbs::{Fault, ProtectionDomain};
@@ -131,6 +132,8 @@ pub(crate) struct Shared {
     stops: AtomicBool,
     /// A node that does not answer for so long has to leave.
     lease: Duration,
+    /// Time that all nodes had to join.
+    joining: Duration,
     /// Regions whose faults the service thread reads.
     readers: Mutex<Vec<(u32, Pages)>>,
 }
@@ -152,6 +155,7 @@ impl Session {
             waker: Waker::new()?,
             stops: AtomicBool::new(false),
             lease: cluster.lease,
+            joining: timeout,
             readers: Mutex::default(),
         });
         let service = {
@@ -265,7 +269,11 @@ impl<'a> Agreement<'a, '_> {
                     return Err(Error::Differs { node, region });
                 }
                 match self.map(Some(offer.address)) {
-                    Err(Error::Memory(memory::Error::Place(_))) => {
+                    Err(Error::Memory(memory::Error::Place(error))) => {
+                        // Addresses that the system does not have look like a lack of memory.
+                        if matches!(error, PlaceError::NoMemory(_)) {
+                            drop(self.map(None)?);
+                        }
                         self.tell_first(attempt, Step::Taken);
                         continue;
                     }

@@ -6,10 +6,9 @@ mod common;
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
-use common::{MODES, Node, run_as_node, start};
+use common::{MODES, Node, named, run_as_node, start, stay, wait_for};
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
-use rdmux_dsm::sync::Failure;
 use rdmux_dsm::{Error, FaultMode, RegionOptions, Session, Thread};
 use rustix::process::Signal;
 
@@ -22,22 +21,6 @@ const LEASE: Duration = Duration::from_secs(8);
 #[test]
 fn node() {
     run_as_node(&[("busy", busy), ("locked", locked)]);
-}
-
-/// Returns the node that an error names.
-fn named(error: &Error) -> u32 {
-    match error {
-        Error::Gone { node, .. } | Error::Lost { node, .. } => *node,
-        Error::Call(Failure::Gone(node)) => node.number(),
-        other => panic!("{other}"),
-    }
-}
-
-/// Stays until the test ends: the others would miss this node, too.
-fn stay() -> ! {
-    loop {
-        std::thread::park();
-    }
 }
 
 /// All nodes write, read, lock and meet, until one is gone. Each prints how far it has come, and the node that it has missed.
@@ -65,18 +48,8 @@ fn busy(session: &Session) {
     for round in 0u64.. {
         if let Err(error) = step(&mut thread) {
             println!("@ misses {} after {round}: {error}", named(&error));
+            // The others would miss this node, too.
             stay();
-        }
-    }
-}
-
-fn wait_for<'a>(nodes: impl IntoIterator<Item = &'a mut Node>, text: &str) {
-    let deadline = Instant::now() + common::LONG;
-    for node in nodes {
-        while !node.printed().contains(text) {
-            assert!(Instant::now() < deadline, "{}", node.printed());
-            // A look at the condition again and again: a file does not report that it has grown.
-            std::thread::sleep(Duration::from_millis(5));
         }
     }
 }

@@ -144,7 +144,11 @@ fn homes__by_name_have_each_unit_in_one_range() {
 #[test]
 fn waits_for__names_the_nodes_that_have_not_answered() {
     let mut node = node();
-    let waits_for = |node: &Node| -> Vec<u32> { node.waits_for(0).map(NodeId::number).collect() };
+    let waits_for = |node: &Node| -> Vec<u32> {
+        let of_all: Vec<NodeId> = node.waits().map(|wait| wait.node).collect();
+        assert!(node.waits_for(0).eq(of_all.iter().copied()));
+        of_all.into_iter().map(NodeId::number).collect()
+    };
     let mut numbers = [0; 3];
     let mut take = |node: &mut Node, from: u32, request, body| {
         let sequence = &mut numbers[from as usize];
@@ -163,6 +167,11 @@ fn waits_for__names_the_nodes_that_have_not_answered() {
     assert_eq!(waits_for(&node), []);
     take(&mut node, 2, 5, Body::Ask(Right::Shared));
     assert_eq!(waits_for(&node), [1]);
+    let (request, node_1) = ((id(2), 5), id(1));
+    assert_eq!(
+        node.waits().next().map(|it| (it.unit, it.request, it.node)),
+        Some((0, request, node_1))
+    );
     take(&mut node, 1, 5, Body::Yielded);
     assert_eq!(waits_for(&node), [2]);
     // Node 2 cannot read from node 1.

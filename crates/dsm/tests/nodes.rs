@@ -6,7 +6,7 @@ mod common;
 use std::num::NonZeroU32;
 use std::sync::atomic::Ordering;
 
-use common::{MODES, run, run_as_node};
+use common::{MODES, run, run_as_node, run_with};
 use rdmux_dsm::sync::Operation;
 use rdmux_dsm::{Region, RegionOptions, Session};
 
@@ -190,4 +190,38 @@ fn queue(session: &Session) {
 #[test]
 fn wait__of_a_queue_between_nodes() {
     run("queue", 3, MODES[0]);
+}
+
+/// Packets between nodes, on a network without and with faults: some of each kind for each packet of a round trip.
+const NETWORKS: [&[(&str, &str)]; 3] = [
+    &[("RDMUX_SHM", "off")],
+    &[
+        ("RDMUX_SHM", "off"),
+        ("RDMUX_FAULT", "loss=2%,dup=2%,reorder=2%,corrupt=1%,seed=5"),
+    ],
+    &[
+        ("RDMUX_SHM", "off"),
+        ("RDMUX_FAULT", "loss=1%,delay=100us..2ms,seed=6"),
+    ],
+];
+
+#[test]
+fn packets__lost_delayed_and_damaged_change_no_contents() {
+    for (number, network) in NETWORKS.into_iter().enumerate() {
+        for (part, mode) in ["locked", "exchanged"].into_iter().zip([number, number + 1]) {
+            let mode = MODES[mode % 3];
+            println!("{part}, {mode}, {network:?}");
+            run_with(part, 3, mode, network);
+        }
+    }
+    run_with("queue", 3, MODES[0], NETWORKS[1]);
+    run_with("gathered", 3, MODES[0], NETWORKS[2]);
+}
+
+/// Packets of nodes of one host that go through shared memory, where a fault can hit them too.
+#[test]
+fn packets__lost_within_a_host_change_no_contents() {
+    for part in ["locked", "atomic"] {
+        run_with(part, 2, MODES[1], &[("RDMUX_FAULT", "loss=1%,dup=1%,seed=7")]);
+    }
 }

@@ -43,7 +43,7 @@ static ALLOCATOR: Counting = Counting;
 /// Bytes of the parts, as the module's text says.
 const COPY_MAX: usize = 80;
 const ENTRY_MAX: usize = 120;
-const REQUEST_MAX: usize = 52;
+const REQUEST_MAX: usize = 62;
 const HOME_MAX: usize = 24;
 const TREE_NODE: usize = 76;
 

@@ -67,6 +67,7 @@ impl World {
                     }
                 }
                 Action::Drop(other) => self.cut(node, other),
+                Action::Present(_) => panic!("nobody has asked"),
                 Action::Gone { epoch, node: left } => {
                     let applied = self.applied.get_mut(&node).unwrap();
                     assert!(!applied.contains(&left), "{left:?} leaves {node:?} twice");
@@ -215,6 +216,30 @@ fn membership__of_nodes_whose_connections_fail_too_is_one_of_several_groups() {
             1 + (seed / 10 % 3) as usize,
         );
     }
+}
+
+#[test]
+fn handle_message__a_question_is_answered() {
+    let mut node = Membership::new(id(0), [id(1)]);
+    assert!(node.handle_message(id(1), Message::Probe));
+    let (to, message) = (id(1), Message::Present);
+    assert_eq!(node.poll_action(), Some(Action::Send { to, message }));
+    assert!(node.handle_message(id(1), Message::Present));
+    assert_eq!(node.poll_action(), Some(Action::Present(id(1))));
+    assert_eq!(node.poll_action(), None);
+}
+
+#[test]
+fn waits_for__names_who_has_to_expel_or_to_consent() {
+    let mut node = Membership::new(id(1), [id(0), id(2), id(3)]);
+    let waits_for = |node: &Membership| -> Vec<NodeId> { node.waits_for().collect() };
+    assert_eq!(waits_for(&node), []);
+    node.handle_failed(id(3));
+    assert_eq!(waits_for(&node), [id(0)]);
+    node.handle_failed(id(0));
+    assert_eq!(waits_for(&node), [id(2)]);
+    assert!(node.handle_message(id(2), Message::Consent { epoch: 0 }));
+    assert_eq!(waits_for(&node), []);
 }
 
 #[test]

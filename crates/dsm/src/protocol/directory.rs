@@ -8,7 +8,7 @@ use rdmux_wire::dsm::{Body, NodeId, Right};
 use super::nodes::NodeSet;
 use super::slab::{List, Lists};
 use super::table::Table;
-use super::{Homes, Output, Violation};
+use super::{Homes, Output, Violation, Wait};
 use crate::peers::{Peers, Place};
 
 /// The directory. A unit without an entry is as [`Entry::new`]; an entry that has become so again is removed.
@@ -49,6 +49,7 @@ enum Holders {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 struct Request {
+    unit: u64,
     node: Place,
     /// Its number at that node.
     number: u64,
@@ -72,7 +73,7 @@ enum Step {
 }
 
 /// The module's text says how much memory they take.
-const _: () = assert!(size_of::<Entry>() <= 96 && size_of::<Request>() <= 32);
+const _: () = assert!(size_of::<Entry>() <= 96 && size_of::<Request>() <= 40);
 
 impl Request {
     /// Returns the greatest right that other nodes may keep.
@@ -399,6 +400,7 @@ impl Directory {
             }
             let step = Step::Waiting;
             let request = Request {
+                unit,
                 node,
                 number,
                 right,
@@ -558,7 +560,25 @@ impl Directory {
     pub(super) fn waits_for<'a>(&'a self, unit: u64, peers: &'a Peers) -> impl Iterator<Item = NodeId> {
         let entry = self.entries.get(unit);
         let turns = entry.into_iter().flat_map(|it| self.requests.iter(it.turns));
-        let granted = turns.filter_map(|turn| match turn.step {
+        turns.flat_map(|turn| self.awaited(turn)).map(|it| peers.node(it))
+    }
+
+    /// Returns the waits of all turns.
+    pub(super) fn waits<'a>(&'a self, peers: &'a Peers) -> impl Iterator<Item = Wait> {
+        self.requests.all().flat_map(|turn| {
+            self.awaited(turn).map(|node| Wait {
+                unit: turn.unit,
+                request: (peers.node(turn.node), turn.number),
+                node: peers.node(node),
+            })
+        })
+    }
+
+    /// Returns the nodes that a turn waits for.
+    fn awaited(&self, turn: &Request) -> impl Iterator<Item = Place> {
+        let is_recalling = matches!(turn.step, Step::Recalling { .. });
+        let entry = self.entries.get(turn.unit).filter(|_| is_recalling);
+        let granted = match turn.step {
             Step::Recalling { .. } | Step::Waiting => None,
             // It can be granted again when the source has left.
             Step::Granting {
@@ -567,9 +587,8 @@ impl Directory {
                 ..
             } => source,
             Step::Granting { .. } => Some(turn.node),
-        });
-        let recalled = entry.into_iter().flat_map(|it| it.rest.iter());
-        recalled.chain(granted).map(|it| peers.node(it))
+        };
+        entry.into_iter().flat_map(|it| it.rest.iter()).chain(granted)
     }
 
     /// Returns the nodes that may have a right to a unit, as recorded.

@@ -66,6 +66,11 @@ impl<T: Default> Slab<T> {
         u32::try_from(before + chunk.len()).expect("fewer than 2^32 values")
     }
 
+    /// Returns all values. Those that were removed are the default.
+    fn values(&self) -> impl Iterator<Item = &T> {
+        self.chunks.iter().flatten()
+    }
+
     /// Takes a value out.
     pub(super) fn remove(&mut self, number: u32) -> T {
         self.free.push(number);
@@ -139,6 +144,11 @@ impl<T: Default> Lists<T> {
         })
     }
 
+    /// Returns the items of all lists, and the default in their midst.
+    pub(super) fn all(&self) -> impl Iterator<Item = &T> {
+        self.links.values().map(|link| &link.item)
+    }
+
     /// Returns the first item of a list for which a condition holds.
     pub(super) fn find(&mut self, list: List, mut is_it: impl FnMut(&T) -> bool) -> Option<&mut T> {
         let mut at = list.first;
@@ -193,6 +203,9 @@ mod tests {
         *lists.find(odd, |it| *it == 3).unwrap() = 7;
         assert_eq!(lists.find(odd, |it| *it == 3), None);
         lists.push(&mut odd, 9);
+        let mut every: Vec<i32> = lists.all().copied().filter(|it| *it != 0).collect();
+        every.sort_unstable();
+        assert_eq!(every, [1, 1, 2, 3, 4, 5, 5, 7, 9]);
         let taken: Vec<_> = std::iter::from_fn(|| lists.pop(&mut odd)).collect();
         assert_eq!(taken, [1, 7, 5, 9]);
         assert!(odd.is_empty());

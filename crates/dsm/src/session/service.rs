@@ -7,6 +7,7 @@ use rdmux_runtime::Waiting;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{Gap, LOOK, Shared, WAKES};
+use crate::driver::Patience;
 use crate::memory::userfault::Fault;
 use crate::region::Pages;
 
@@ -25,9 +26,12 @@ pub(super) fn serve(shared: &Shared) {
         gap.saw(has_come, &mut waiting);
         if probed.elapsed() >= shared.lease / PROBES {
             probed = Instant::now();
-            let mut driver = shared.lock();
-            // A node that fell silent just after an answer is noticed before its lease is over.
-            driver.probe(shared.lease / PROBES * (PROBES - 2));
+            shared.lock().probe(Patience {
+                // A node that fell silent just after an answer is noticed before its lease is over.
+                lease: shared.lease / PROBES * (PROBES - 2),
+                joining: shared.joining,
+                answers: shared.lease * 2,
+            });
         }
         let is_polled = shared.is_polled();
         if !is_polled && (has_come || waiting.pause(gap.began())) {

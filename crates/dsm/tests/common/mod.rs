@@ -7,9 +7,10 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use rdmux_dsm::{Cluster, FaultMode, Session};
+use rdmux_dsm::sync::Failure;
+use rdmux_dsm::{Cluster, Error, FaultMode, Session};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Set to what a node does.
@@ -24,11 +25,16 @@ pub(crate) type Part = (&'static str, fn(&Session));
 
 /// Runs the part of this process, if it is a node: called by the test `node`, which does nothing else.
 pub(crate) fn run_as_node(parts: &[Part]) {
-    let Ok(name) = std::env::var(PART) else { return };
+    let Some(name) = part() else { return };
     rdmux_soft::register();
     let (_, part) = parts.iter().find(|(part, _)| *part == name).expect("a part");
     let cluster = Cluster::of_environment().unwrap();
     part(&Session::join(cluster, LONG).unwrap());
+}
+
+/// Returns what this process does, if it is a node.
+pub(crate) fn part() -> Option<String> {
+    std::env::var(PART).ok()
 }
 
 /// A node that runs. Dropping it kills the process.
@@ -47,34 +53,97 @@ fn address() -> IpAddr {
 
 /// Starts the nodes of a cluster on this host.
 pub(crate) fn start(part: &str, nodes: u32, mode: FaultMode, lease: Duration) -> Vec<Node> {
+    let clusters = clusters(nodes, lease);
+    let start = |cluster: &Cluster| Node::start(command(&[], part, cluster, mode));
+    clusters.iter().map(start).collect()
+}
+
+/// Describes a cluster on this host, to each of its nodes.
+pub(crate) fn clusters(nodes: u32, lease: Duration) -> Vec<Cluster> {
     rdmux_soft::register();
-    let clusters = Cluster::on_this_host(address(), nodes).unwrap();
-    let start = |mut cluster: Cluster| {
-        cluster.lease = lease;
+    let mut clusters = Cluster::on_this_host(address(), nodes).unwrap();
+    clusters.iter_mut().for_each(|cluster| cluster.lease = lease);
+    clusters
+}
+
+/// Returns the command that runs a node, behind the words of another command that runs it.
+pub(crate) fn command(before: &[&str], part: &str, cluster: &Cluster, mode: FaultMode) -> Command {
+    let program = std::env::current_exe().unwrap();
+    let words = [before, &[program.to_str().unwrap()]].concat();
+    let mut command = Command::new(words[0]);
+    command
+        .args(&words[1..])
+        .args(["--exact", "node", "--nocapture"])
+        .envs(cluster.environment())
+        .env(FaultMode::VARIABLE, mode.to_string())
+        .env(PART, part);
+    command
+}
+
+/// Starts nodes, waits for them, and checks that all succeed. Returns what each has printed.
+pub(crate) fn run(part: &str, nodes: u32, mode: FaultMode) -> Vec<String> {
+    run_with(part, nodes, mode, &[])
+}
+
+/// Does that with more variables in the environment.
+pub(crate) fn run_with(part: &str, nodes: u32, mode: FaultMode, environment: &[(&str, &str)]) -> Vec<String> {
+    // A busy host does not decide the outcome.
+    let clusters = clusters(nodes, LONG);
+    let start = |cluster: &Cluster| {
+        let mut command = command(&[], part, cluster, mode);
+        command.envs(environment.iter().copied());
+        Node::start(command)
+    };
+    let nodes: Vec<Node> = clusters.iter().map(start).collect();
+    nodes.into_iter().map(Node::succeed).collect()
+}
+
+/// Waits until each of some nodes has printed a text.
+pub(crate) fn wait_for<'a>(nodes: impl IntoIterator<Item = &'a mut Node>, text: &str) {
+    let deadline = Instant::now() + LONG;
+    for node in nodes {
+        while !node.printed().contains(text) {
+            assert!(Instant::now() < deadline, "no {text:?}: {}", node.printed());
+            // A look at the condition again and again: a file does not report that it has grown.
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// Returns the node that an error names.
+pub(crate) fn named(error: &Error) -> u32 {
+    match error {
+        Error::Gone { node, .. } | Error::Lost { node, .. } => *node,
+        Error::Call(Failure::Gone(node)) => node.number(),
+        other => panic!("{other}"),
+    }
+}
+
+/// Stays until the test ends.
+pub(crate) fn stay() -> ! {
+    loop {
+        std::thread::park();
+    }
+}
+
+impl Node {
+    /// Starts a command that becomes a node.
+    pub(crate) fn start(mut command: Command) -> Node {
         let output = tempfile::tempfile().unwrap();
-        let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "node", "--nocapture"])
-            .envs(cluster.environment())
-            .env(FaultMode::VARIABLE, mode.to_string())
-            .env(PART, part)
+        let child = command
             .stdin(Stdio::null())
             .stdout(output.try_clone().unwrap())
             .stderr(output.try_clone().unwrap())
             .spawn()
             .unwrap();
         Node { child, output }
-    };
-    clusters.into_iter().map(start).collect()
-}
+    }
 
-/// Starts nodes, waits for them, and checks that all succeed. Returns what each has printed.
-pub(crate) fn run(part: &str, nodes: u32, mode: FaultMode) -> Vec<String> {
-    // A busy host does not decide the outcome.
-    let nodes = start(part, nodes, mode, LONG);
-    nodes.into_iter().map(Node::succeed).collect()
-}
+    /// Returns the number of its process.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
 
-impl Node {
     pub(crate) fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }

@@ -8,7 +8,7 @@
 //! | 0 | kind |
 //! | 1..4 | 0 |
 //! | 4..8 | node: of Suspect and Expel |
-//! | 8..16 | epoch: of Expel that which begins, of Takeover and Consent the last one of the sender; of Suspect 0 |
+//! | 8..16 | epoch: of Expel that which begins, of Takeover and Consent the last one of the sender; otherwise 0 |
 //! | 16..48 | 0 |
 //!
 //! | kind | from | meaning |
@@ -17,6 +17,8 @@
 //! | 25 Expel | the coordinator, or a member in answer to Takeover | the node has left |
 //! | 26 Takeover | a member | its connections to all members below have failed: it wants to be the coordinator |
 //! | 27 Consent | a member | the answer to Takeover: it has ended its connections to all members below the new coordinator |
+//! | 28 Probe | a member | does the receiver take messages? |
+//! | 29 Present | a member | the answer to Probe |
 
 use super::{MESSAGE_LEN, NodeId, undefined};
 use crate::Malformed;
@@ -44,12 +46,16 @@ pub enum Membership {
         /// The sender's last epoch.
         epoch: u64,
     },
+    /// The sender wants to know whether the receiver takes messages.
+    Probe,
+    /// The answer to [`Membership::Probe`].
+    Present,
 }
 
 impl Membership {
     /// Returns whether a message of this kind is about the membership.
     pub fn has_kind(kind: u8) -> bool {
-        (24..=27).contains(&kind)
+        (24..=29).contains(&kind)
     }
 
     /// Reads a message.
@@ -65,6 +71,8 @@ impl Membership {
             (25, Some(node)) => Membership::Expel { epoch, node },
             (26, _) => Membership::Takeover { epoch },
             (27, _) => Membership::Consent { epoch },
+            (28, _) => Membership::Probe,
+            (29, _) => Membership::Present,
             (kind, _) => return undefined("kind of a message about the membership", kind.into()),
         };
         match message.emit() == bytes {
@@ -83,6 +91,8 @@ impl Membership {
             Membership::Expel { epoch, node } => (25, epoch, Some(node)),
             Membership::Takeover { epoch } => (26, epoch, None),
             Membership::Consent { epoch } => (27, epoch, None),
+            Membership::Probe => (28, 0, None),
+            Membership::Present => (29, 0, None),
         };
         let mut bytes = [0; MESSAGE_LEN];
         bytes[0] = kind;
@@ -96,7 +106,7 @@ impl Membership {
 mod tests {
     use super::*;
 
-    fn messages() -> [Membership; 4] {
+    fn messages() -> [Membership; 6] {
         let node = NodeId::new(0x0102_0304).unwrap();
         let epoch = 0x1112_1314_1516_1718;
         [
@@ -104,6 +114,8 @@ mod tests {
             Membership::Expel { epoch, node },
             Membership::Takeover { epoch },
             Membership::Consent { epoch },
+            Membership::Probe,
+            Membership::Present,
         ]
     }
 

@@ -1,0 +1,113 @@
+//! Which nodes are there: questions to all of them, and limits of the waits for what they have to answer.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use rdmux_wire::dsm::NodeId;
+use rdmux_wire::dsm::membership::Membership as Message;
+
+use super::{Driver, Loss};
+use crate::protocol;
+
+/// How long a node may be silent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// Its device, and the node itself once it has sent anything.
+    pub lease: Duration,
+    /// A node that has sent nothing yet: it may wait for others to join.
+    pub joining: Duration,
+    /// A node that answers questions, but not what a home or the coordinator has to know. Its answer may take as long as another node's end.
+    pub answers: Duration,
+}
+
+/// Questions to a node whether it takes messages.
+#[derive(Debug, Default)]
+pub(super) struct Questions {
+    /// Time of the one that was not answered yet.
+    asked: Option<Instant>,
+    /// The node has sent a message: it has joined.
+    pub(super) has_begun: bool,
+}
+
+/// A wait for a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Wait {
+    /// Of a home.
+    Page(u32, protocol::Wait),
+    /// Of a member that has lost others, in an epoch.
+    Membership(u64, NodeId),
+}
+
+impl Wait {
+    fn node(self) -> NodeId {
+        match self {
+            Wait::Page(_, wait) => wait.node,
+            Wait::Membership(_, node) => node,
+        }
+    }
+}
+
+impl Driver {
+    /// Asks all nodes whether they are there, and ends the connections to those that have disconnected, or are silent for too long. Called several
+    /// times in a lease.
+    pub(crate) fn probe(&mut self, patience: Patience) {
+        let now = Instant::now();
+        for number in 0..self.peers.len() as u32 {
+            if let Some(loss) = self.question(number, now, patience) {
+                self.lose(number, loss);
+            }
+        }
+        self.limit_waits(now, patience.answers);
+    }
+
+    /// Asks a node, unless it has not answered the question before. Returns a reason to end the connection to it.
+    fn question(&mut self, number: u32, now: Instant, patience: Patience) -> Option<Loss> {
+        let peer = self.peers.get_mut(number as usize)?;
+        let link = peer.link.as_mut()?;
+        if link.is_ended() {
+            return Some(Loss::Left);
+        }
+        match link.probe(now) {
+            Ok(Some(since)) if now - since >= patience.lease => return Some(Loss::Silent(now - since)),
+            Ok(_) => {}
+            Err(error) => return Some(error.into()),
+        }
+        let Questions { asked, has_begun } = &mut peer.questions;
+        let Some(since) = *asked else {
+            *asked = Some(now);
+            self.send(number, Message::Probe.emit());
+            return None;
+        };
+        let limit = match *has_begun {
+            true => patience.lease,
+            false => patience.lease.max(patience.joining),
+        };
+        (now - since >= limit).then(|| Loss::Hung(now - since))
+    }
+
+    /// Takes an answer.
+    pub(super) fn has_answered(&mut self, node: NodeId) {
+        if let Some(peer) = self.peer(node.number()) {
+            peer.questions.asked = None;
+        }
+    }
+
+    /// Ends the connections to nodes for whose answers to anything else this one has waited for too long.
+    fn limit_waits(&mut self, now: Instant, limit: Duration) {
+        let regions = (0..).zip(&self.regions);
+        let pages = regions.filter_map(|(number, region)| Some((number, region.as_ref()?)));
+        let pages =
+            pages.flat_map(|(number, it)| it.protocol.waits().map(move |wait| Wait::Page(number, wait)));
+        let epoch = self.membership.epoch();
+        let members = self.membership.waits_for().map(|it| Wait::Membership(epoch, it));
+        let waits = pages.chain(members).filter(|wait| wait.node() != self.own);
+        let since = |wait| (wait, self.waits.get(&wait).copied().unwrap_or(now));
+        self.waits = waits.map(since).collect::<BTreeMap<Wait, Instant>>();
+        let late =
+            |(wait, since): (&Wait, &Instant)| (now - *since >= limit).then(|| (wait.node(), now - *since));
+        let late: Vec<(NodeId, Duration)> = self.waits.iter().filter_map(late).collect();
+        for (node, time) in late {
+            self.lose(node.number(), Loss::Unanswered(time));
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! Nodes on two hosts, which are network namespaces: one of them has a cluster file, and the link between them ends.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+mod common;
+#[path = "../../netns.rs"]
+mod netns;
+#[path = "../../skip.rs"]
+mod skip;
+
+use std::num::NonZeroU32;
+use std::time::{Duration, Instant};
+
+use common::{LONG, MODES, Node, command, named, part, wait_for};
+use rdmux_dsm::{Cluster, Error, RegionOptions, Session};
+use rdmux_key::Key;
+
+const PAGE: u64 = 4096;
+const PAGES: u64 = 8;
+const LEASE: Duration = Duration::from_secs(5);
+
+const LINK: &str = "ip link set lo up && ip link add v0 type veth peer name v1 && ip addr add 10.33.0.1/24 dev v0 && ip link set v0 up";
+
+const FILE: &str = "nodes = ['10.33.0.1:7180', '10.33.0.2:7180']\nlease = 5.0";
+
+/// What a process holds: kinds of its descriptors, its threads, and mappings of files in memory.
+#[derive(Debug, PartialEq, Eq)]
+struct Holds {
+    descriptors: Vec<String>,
+    threads: Vec<String>,
+    mappings: usize,
+}
+
+impl Holds {
+    fn now() -> Holds {
+        let list = |folder: &str, read: &dyn Fn(std::path::PathBuf) -> Option<String>| {
+            let entries = std::fs::read_dir(folder).unwrap();
+            let mut all: Vec<String> = entries.filter_map(|it| read(it.ok()?.path())).collect();
+            all.sort();
+            all
+        };
+        // Numbers of sockets are new for each.
+        let kind = |target: String| target.split('[').next().map(str::to_owned);
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        Holds {
+            descriptors: list("/proc/self/fd", &|path| {
+                kind(std::fs::read_link(path).ok()?.to_str()?.to_owned())
+            }),
+            threads: list("/proc/self/task", &|path| {
+                std::fs::read_to_string(path.join("comm")).ok()
+            }),
+            mappings: maps.lines().filter(|line| line.contains("memfd:")).count(),
+        }
+    }
+
+    /// Waits until the process holds no more than that.
+    fn wait(&self) {
+        let deadline = Instant::now() + LONG;
+        while Holds::now() != *self {
+            assert!(
+                Instant::now() < deadline,
+                "{:#?} instead of {self:#?}",
+                Holds::now()
+            );
+            // A look at the condition again and again: the system does not report the end of a thread.
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// Joins a cluster, and uses its memory for some rounds, or until a node is missing. Returns the error then.
+fn use_memory(cluster: Cluster, rounds: u64) -> Result<(), Error> {
+    let session = Session::join(cluster, LONG)?;
+    let region = session.region(&RegionOptions::new(PAGES * PAGE)?)?;
+    let mut thread = session.thread(0)?;
+    let all = NonZeroU32::new(session.nodes()).unwrap();
+    for round in 0..rounds {
+        for page in 0..PAGES {
+            if page % u64::from(session.nodes()) == u64::from(session.node()) {
+                region.write(page * PAGE, &round.to_ne_bytes())?;
+            }
+        }
+        thread.barrier(0, all)?;
+        for page in 0..PAGES {
+            let mut bytes = [0; 8];
+            region.read(page * PAGE, &mut bytes)?;
+            assert_eq!(u64::from_ne_bytes(bytes), round);
+        }
+        thread.barrier(0, all)?;
+        if round == 2 && session.nodes() > 1 {
+            println!("@ begins");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn node() {
+    if part().is_none() {
+        return;
+    }
+    rdmux_soft::register();
+    // What the first use of the library leaves for good is no leak.
+    let alone = Cluster::on_this_host([127, 0, 0, 1].into(), 1).unwrap().remove(0);
+    use_memory(alone, 3).unwrap();
+    let before = Holds::now();
+    let error = use_memory(Cluster::of_environment().unwrap(), u64::MAX).unwrap_err();
+    println!("@ misses {}: {error}", named(&error));
+    before.wait();
+    println!("@ left");
+}
+
+/// The part of the test below that is in a network namespace.
+#[test]
+fn namespace() {
+    if !netns::is_inside() {
+        return;
+    }
+    let second = netns::Second::with_link("v1", "10.33.0.2/24");
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("cluster.toml");
+    std::fs::write(&file, FILE).unwrap();
+    let key = Key::load_or_create_at(&folder.path().join("key")).unwrap();
+    for mode in MODES {
+        let start = |number: u32, before: &[&str]| {
+            let cluster = Cluster::of_file(&file, number, &key).unwrap();
+            Node::start(command(before, "until lost", &cluster, mode))
+        };
+        let mut nodes = [start(0, &[]), start(1, &second.before())];
+        wait_for(&mut nodes, "@ begins");
+        netns::run(&["ip", "link", "set", "v0", "down"]);
+        let began = Instant::now();
+        for (node, other) in nodes.iter_mut().zip(["@ misses 1: ", "@ misses 0: "]) {
+            wait_for([&mut *node], other);
+        }
+        // Time is meant: that of the lease, with what a busy host takes.
+        assert!(began.elapsed() < 2 * LEASE, "{:?}", began.elapsed());
+        println!("{mode}: after {:?}", began.elapsed());
+        for node in nodes {
+            let text = node.succeed();
+            println!("{}", text.lines().find(|line| line.contains("misses")).unwrap());
+            assert!(text.contains("@ left"), "{text}");
+        }
+        netns::run(&["ip", "link", "set", "v0", "up"]);
+    }
+}
+
+#[test]
+fn nodes__of_hosts_whose_link_ends_miss_each_other_and_hold_nothing_then() {
+    netns::run_inside(LINK);
+}
