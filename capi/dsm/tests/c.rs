@@ -357,6 +357,37 @@ fn calls__of_wrong_arguments_fail_and_say_why() {
 }
 
 #[test]
+fn join_file__joins_the_cluster_of_a_file_with_its_key() {
+    const NODES: u32 = 2;
+    let Some(prefix) = Prefix::new() else { return };
+    let program = prefix.compile(&test_source("file.c"));
+    rdmux_soft::register();
+    let clusters = Cluster::on_this_host(address(), NODES).unwrap();
+    let addresses: Vec<String> = clusters
+        .iter()
+        .map(|cluster| format!("'{}'", cluster.address(cluster.own()).unwrap()))
+        .collect();
+    let (file, key) = (prefix.path("cluster.toml"), prefix.path("key"));
+    fs::write(&file, format!("nodes = [{}]", addresses.join(", "))).unwrap();
+    rdmux_key::Key::load_or_create_at(&key).unwrap();
+    let start = |node: u32| {
+        let mut command = Command::new(&program);
+        command.arg(&file).arg(node.to_string()).arg(&key);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()
+    };
+    let nodes: Vec<Child> = (0..NODES).map(|node| start(node).unwrap()).collect();
+    for node in nodes {
+        let output = node.wait_with_output().unwrap();
+        assert_eq!(
+            String::from_utf8_lossy(&output.stdout),
+            "2 nodes, sum 1\n",
+            "{output:#?}"
+        );
+        assert!(output.status.success());
+    }
+}
+
+#[test]
 fn sor__is_right_and_reads_the_boundary_pages_alone() {
     const ITERATIONS: u64 = 4;
     let Some(prefix) = Prefix::new() else { return };
