@@ -16,13 +16,13 @@ pub(crate) struct Args {
 #[derive(Subcommand, Debug)]
 enum Command {
     /// Run a program as all nodes on this host, or as one node of several hosts.
-    Run(run::Args),
+    Run(Box<run::Args>),
     Stat(stat::Args),
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
     match args.command {
-        Command::Run(args) => run::run(args),
+        Command::Run(args) => run::run(*args),
         Command::Stat(args) => stat::run(&args),
     }
 }

@@ -1,5 +1,5 @@
 //! Metrics for Prometheus: `--metrics ADDR`. They hold figures only, since anybody who reaches the address can read them: no names of
-//! regions, files or applications, no peers, no payload. Those of a node name its tenants.
+//! regions, files or applications, no addresses of peers, no payload. Those of a node name its tenants.
 
 mod dsm;
 mod node;
