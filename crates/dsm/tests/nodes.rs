@@ -5,10 +5,11 @@ mod common;
 
 use std::num::NonZeroU32;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use common::{MODES, run, run_as_node, run_with};
 use rdmux_dsm::sync::Operation;
-use rdmux_dsm::{Region, RegionOptions, Session};
+use rdmux_dsm::{Access, Region, RegionOptions, Session};
 
 const PAGE: usize = 4096;
 
@@ -20,6 +21,7 @@ fn node() {
         ("atomic", atomic),
         ("gathered", gathered),
         ("queue", queue),
+        ("ranges", ranges),
     ]);
 }
 
@@ -190,6 +192,49 @@ fn queue(session: &Session) {
 #[test]
 fn wait__of_a_queue_between_nodes() {
     run("queue", 3, MODES[0]);
+}
+
+/// One node writes all pages. The other gets them by one call, and the second time as many as it may ask for ahead.
+fn ranges(session: &Session) {
+    const PAGES: usize = 600;
+    const AHEAD: usize = 256;
+    let region = region(session, PAGES);
+    let bytes = (PAGES * PAGE) as u64;
+    let words = region.array::<u64>(0, PAGES * PAGE / 8);
+    let mut thread = session.thread(0).unwrap();
+    let is_writer = session.node() == 0;
+    for had in [PAGES, AHEAD] {
+        let value = |page: usize| (page + had) as u64;
+        if is_writer {
+            (0..PAGES).for_each(|page| words.set(page * PAGE / 8, value(page)));
+        }
+        thread.barrier(0, all(session, 1)).unwrap();
+        if !is_writer {
+            let before = region.stat();
+            match had {
+                PAGES => region.acquire(0..bytes, Access::Read).unwrap(),
+                _ => region.prefetch(0..bytes, Access::Read),
+            }
+            let deadline = Instant::now() + Duration::from_secs(60);
+            while region.stat().fetches < before.fetches + had as u64 {
+                assert!(Instant::now() < deadline, "{:?}", region.stat());
+                std::thread::yield_now();
+            }
+            for page in 0..had {
+                assert_eq!(words.get(page * PAGE / 8), value(page), "page {page}");
+            }
+            let stat = region.stat().since(&before);
+            assert_eq!([stat.read_faults, stat.fetches], [had as u64; 2], "{stat:?}");
+        }
+        thread.barrier(0, all(session, 1)).unwrap();
+    }
+}
+
+#[test]
+fn acquire__of_many_pages_and_prefetch_read_each_once() {
+    for mode in MODES {
+        run("ranges", 2, mode);
+    }
 }
 
 /// Packets between nodes, on a network without and with faults: some of each kind for each packet of a round trip.
