@@ -103,7 +103,7 @@ static void arguments(struct rdmux_dsm_region *region)
 	FAILS(rdmux_dsm_barrier(thread, 1, 2), EPROTO, "do not agree");
 }
 
-/* What another thread uses is busy. */
+/* An object that another thread uses is busy. */
 static void busy(void)
 {
 	struct rdmux_dsm_thread *other;

@@ -480,7 +480,7 @@ impl Driver {
             self.sheet.count_peer(number, PeerCounter::RecallsReceived, 1);
         }
         self.hold_if(taken.is_err(), number, bytes);
-        // What the next messages ask for is carried out together with it.
+        // It is carried out together with the requests of the next messages.
         self.decided(message.region);
     }
 

@@ -256,7 +256,7 @@ impl Sheet {
             sheet.set(at + 1, low);
             sheet.set(at + PORT_AT, address.port().into());
         }
-        // Who reads this word reads all of that too.
+        // A reader that sees this word sees all of that too.
         sheet.word(0).store(MAGIC, Ordering::Release);
         Ok(sheet)
     }

@@ -123,7 +123,7 @@ fn emitted(message: Message) -> [u8; MESSAGE_LEN] {
 
 type Attack = fn(&mut Played, u32);
 
-/// What a node does that has to leave for it, and a word of the others' error.
+/// An act of a node that has to leave for it, and a word of the others' error.
 const ATTACKS: [(&str, Attack, &str); 13] = [
     (
         "a message of no kind",

@@ -22,7 +22,7 @@ const LINK: &str = "ip link set lo up && ip link add v0 type veth peer name v1 &
 
 const FILE: &str = "nodes = ['10.33.0.1:7180', '10.33.0.2:7180']\nlease = 5.0";
 
-/// What a process holds: kinds of its descriptors, its threads, and mappings of files in memory.
+/// Things that a process holds: kinds of its descriptors, its threads, and mappings of files in memory.
 #[derive(Debug, PartialEq, Eq)]
 struct Holds {
     descriptors: Vec<String>,
@@ -99,7 +99,7 @@ fn node() {
         return;
     }
     rdmux_soft::register();
-    // What the first use of the library leaves for good is no leak.
+    // The things that the first use of the library leaves for good is no leak.
     let alone = Cluster::on_this_host([127, 0, 0, 1].into(), 1).unwrap().remove(0);
     use_memory(alone, 3).unwrap();
     let before = Holds::now();

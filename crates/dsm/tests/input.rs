@@ -1,4 +1,4 @@
-//! What nodes and programs do wrong, and what a host lacks: one clear line each.
+//! Mistakes of nodes and programs, and lacks of a host: one clear line each.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 #![allow(unsafe_code, reason = "system calls on memory that is away, and fork(2)")]
 
@@ -186,7 +186,7 @@ fn limited(session: &Session) {
         1 => assert!(error.contains("no memory"), "{error}"),
         _ => assert!(error.starts_with("node 1 cannot make region 1"), "{error}"),
     }
-    // What is there already goes on.
+    // A region that is there already goes on.
     let mut thread = session.thread(0).unwrap();
     let all = NonZeroU32::new(session.nodes()).unwrap();
     for round in 0..4 {

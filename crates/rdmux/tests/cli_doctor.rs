@@ -174,7 +174,7 @@ fn doctor__what_limits_says_what_to_do() {
     }
 }
 
-/// What the library itself goes by decides which modes of a shared memory a host allows.
+/// The library's own choice decides which modes of a shared memory a host allows.
 #[test]
 fn doctor__modes_of_faults_say_what_would_allow_more() {
     let host = Host::well();

@@ -1,4 +1,4 @@
-//! Which nodes are there: questions to all of them, and limits of the waits for what they have to answer.
+//! Presence of nodes: questions to all of them, and limits of the waits for what they have to answer.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use rdmux_wire::dsm::membership::Membership as Message;
 use super::{Driver, Loss};
 use crate::protocol;
 
-/// How long a node may be silent.
+/// Times for which a node may be silent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Patience {
     /// Its device, and the node itself once it has sent anything.

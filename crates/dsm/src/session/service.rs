@@ -42,7 +42,7 @@ pub(super) fn serve(shared: &Shared) {
         readers = shared.readers();
         gap.has_slept = true;
         if is_polled {
-            // What came then, another thread has taken.
+            // Another thread has taken all that came then.
             gap = Gap::default();
         }
     }

@@ -74,7 +74,7 @@ fn nodes__end_with_their_sheet() {
     assert_eq!(found(2), []);
 }
 
-/// What is out of range changes nothing.
+/// A number out of range changes nothing.
 #[test]
 fn count__of_a_peer_or_region_that_cannot_be() {
     let sheet = Sheet::new(&cluster(0, 3)).unwrap();
