@@ -310,6 +310,7 @@ fn forks(session: &Session) {
             unsafe { libc::_exit(value as i32) }
         }
         0 => {
+            // Time is meant: the child lives for some of the rounds below, which pass whenever it ends.
             // SAFETY: they use no memory of this process.
             unsafe {
                 libc::usleep(200_000);
