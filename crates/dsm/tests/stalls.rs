@@ -231,6 +231,7 @@ fn expelled__node_that_was_stopped_while_it_copied_spoils_nothing_when_it_goes_o
             // Time is meant: the node is stopped at many points of its work.
             std::thread::sleep(Duration::from_micros(u64::from(dice.next_u32() % 2000)));
             stopped.signal(Signal::CONT);
+            // Time is meant: it works for a while between two stops.
             std::thread::sleep(Duration::from_micros(u64::from(dice.next_u32() % 2000)));
         }
         stopped.signal(Signal::STOP);
