@@ -1,6 +1,6 @@
 //! Distributed shared memory: one address space for processes of one host or many.
 //!
-//! [`protocol`] decides which node may access what, and [`sync`] which thread goes on: neither has I/O or a clock. [`memory`] changes what the
+//! [`protocol`] and [`release`] decide which node may access what, and [`sync`] which thread goes on: none has I/O or a clock. [`memory`] changes what the
 //! threads of a process may do with the pages of a region, and knows no other process. A [`Session`] joins them with other nodes' over RDMA.
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
@@ -16,6 +16,7 @@ pub mod memory;
 mod peers;
 pub mod protocol;
 mod region;
+pub mod release;
 mod session;
 mod signal;
 pub mod stat;
@@ -28,7 +29,7 @@ pub use cluster::{Cluster, ClusterError, FileError, HostError, NODES_MAX};
 pub use driver::REGIONS_MAX;
 pub use rdmux_wire::dsm::joining::VERSION;
 pub use region::Region;
-pub use session::{Error, FaultMode, RegionOptions, Session};
+pub use session::{Consistency, Error, FaultMode, RegionOptions, Session};
 pub use stat::Stat;
 pub use thread::{LockGuard, Thread};
 

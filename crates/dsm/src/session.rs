@@ -24,7 +24,7 @@ use rdmux_wire::dsm::joining::{Joining, Step};
 
 pub use self::error::Error;
 use crate::cluster::Cluster;
-use crate::driver::{Answer, Driver, Making, Offer, Queues, REGIONS_MAX};
+use crate::driver::{Answer, Driver, Making, Offer, Queues, REGIONS_MAX, Shadow};
 use crate::memory::userfault::{Abilities, Delivery};
 use crate::memory::{self, Access, Costs, View};
 use crate::protocol::{Homes, Settings};
@@ -85,6 +85,20 @@ impl FaultMode {
     }
 }
 
+/// Order in which nodes see each other's accesses to a region.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantArray,
+)]
+#[strum(serialize_all = "lowercase")]
+pub enum Consistency {
+    /// All nodes see all accesses in one order: a node that writes a page is the only one that has it.
+    #[default]
+    Sequential,
+    /// A node sees the writes of another one when it has synchronised with it by the calls of [`Thread`]. Several nodes may write a page at the same
+    /// time. For programs without data races this is as [`Consistency::Sequential`].
+    Release,
+}
+
 /// Settings of a region, the same on all nodes but for the mode.
 #[derive(Clone, Debug)]
 pub struct RegionOptions {
@@ -94,6 +108,8 @@ pub struct RegionOptions {
     pub row: u64,
     /// The way by which faults are answered at this node.
     pub mode: FaultMode,
+    /// The order of accesses of different nodes.
+    pub consistency: Consistency,
 }
 
 impl RegionOptions {
@@ -104,7 +120,19 @@ impl RegionOptions {
     pub fn new(bytes: u64) -> Result<RegionOptions, Error> {
         let mode = FaultMode::of_environment()?;
         let row = 1;
-        Ok(RegionOptions { bytes, row, mode })
+        let consistency = Consistency::Sequential;
+        Ok(RegionOptions {
+            bytes,
+            row,
+            mode,
+            consistency,
+        })
+    }
+
+    /// Sets the order of accesses of different nodes.
+    #[must_use]
+    pub fn consistency(self, consistency: Consistency) -> RegionOptions {
+        RegionOptions { consistency, ..self }
     }
 }
 
@@ -135,6 +163,8 @@ pub(crate) struct Shared {
     lease: Duration,
     /// Time that all nodes had to join.
     joining: Duration,
+    /// There are regions with release consistency.
+    has_release: AtomicBool,
     /// Regions whose faults the service thread reads.
     readers: Mutex<Vec<(u32, Pages)>>,
 }
@@ -158,6 +188,7 @@ impl Session {
             stops: AtomicBool::new(false),
             lease: cluster.lease,
             joining: timeout,
+            has_release: AtomicBool::new(false),
             readers: Mutex::default(),
         });
         let service = {
@@ -192,6 +223,8 @@ impl Session {
 
     /// Takes back the number of a thread.
     pub(crate) fn end_thread(&self, number: u16) {
+        // What cannot be released is lost, as the next touch says.
+        let _ = self.shared.release();
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         threads.remove(&number);
     }
@@ -234,6 +267,8 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
+        // What cannot be released is lost, as all that other nodes had here.
+        let _ = self.shared.release();
         let deadline = Instant::now() + self.cluster.lease;
         let sent = |driver: &mut Driver| driver.has_sent_all() || Instant::now() >= deadline;
         // A node that waits for something of this one's last messages gets it.
@@ -319,7 +354,7 @@ impl<'a> Agreement<'a, '_> {
     }
 
     fn digest(&self) -> u64 {
-        self.options.row
+        self.options.row << 1 | u64::from(self.options.consistency == Consistency::Release)
     }
 
     fn map(&self, address: Option<u64>) -> Result<View, Error> {
@@ -342,6 +377,12 @@ impl<'a> Agreement<'a, '_> {
         };
         let pages = Pages::new(view, delivery);
         let nodes: Vec<NodeId> = self.session.cluster.nodes().collect();
+        let bytes = pages.view().mapping().len() as u64;
+        let shadow = match self.options.consistency {
+            Consistency::Sequential => None,
+            Consistency::Release => Some(Shadow::new(&self.session.pd, bytes, nodes.len() as u32)?),
+        };
+        let shadow_key = shadow.as_ref().map_or(0, Shadow::key);
         let homes = Homes::cyclic(nodes, self.options.row)?;
         let mut driver = self.session.shared.lock();
         let settings = Settings {
@@ -351,8 +392,10 @@ impl<'a> Agreement<'a, '_> {
             epoch: driver.epoch(),
             members: driver.members(),
         };
-        driver.add(pages.clone(), mr, &settings);
-        let bytes = pages.view().mapping().len() as u64;
+        if shadow.is_some() {
+            self.session.shared.has_release.store(true, Ordering::Release);
+        }
+        driver.add(pages.clone(), mr, &settings, shadow);
         driver.sheet().add_region(self.number, bytes, self.options.mode);
         if driver.own().number() == 0 {
             let address = pages.addresses().start;
@@ -366,7 +409,8 @@ impl<'a> Agreement<'a, '_> {
                 },
             ));
         }
-        driver.tell_all(&self.joining(attempt, Step::Mapped { key }));
+        let shadow = shadow_key;
+        driver.tell_all(&self.joining(attempt, Step::Mapped { key, shadow }));
         Ok(pages)
     }
 
@@ -440,11 +484,15 @@ fn check(driver: &Driver) -> Result<(), Error> {
     }
 }
 
+/// Checks that the system has refused nothing.
+fn check_failure(driver: &Driver) -> Result<(), Error> {
+    let failed = |error: &memory::Error| Err(Error::Failed(error.to_string()));
+    driver.failure().map_or(Ok(()), failed)
+}
+
 /// Checks that a page can be had.
 fn check_page(driver: &Driver, pages: &Pages, page: u32) -> Result<(), Error> {
-    if let Some(error) = driver.failure() {
-        return Err(Error::Failed(error.to_string()));
-    }
+    check_failure(driver)?;
     match pages.lost(page) {
         Some(node) => Err(Error::Lost {
             address: pages.addresses().start + u64::from(page) * rustix::param::page_size() as u64,
@@ -708,6 +756,41 @@ impl Shared {
                 true => f().map(Some).map_err(|fault| Error::Failed(fault.to_string())),
                 false => Ok(None),
             }
+        })
+    }
+
+    /// Releases all that the threads of this node have written.
+    ///
+    /// # Errors
+    /// [`Error::Unreleased`]: what other nodes are the homes of is released all the same.
+    pub(crate) fn release(&self) -> Result<(), Error> {
+        if !self.has_release.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut rounds = None;
+        self.wait_by(&FOR_PAGES, |driver| {
+            check_failure(driver)?;
+            let rounds = rounds.get_or_insert_with(|| driver.begin_release());
+            let node = |it: NodeId| it.number();
+            let released = driver.released(rounds).map_err(node);
+            let released = released.map_err(|node| Error::Unreleased { node })?;
+            Ok(released.then_some(()))
+        })
+    }
+
+    /// Acquires what other nodes have released.
+    ///
+    /// # Errors
+    /// The system has refused a change of pages.
+    pub(crate) fn acquire_released(&self) -> Result<(), Error> {
+        if !self.has_release.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut rounds = None;
+        self.wait_by(&FOR_PAGES, |driver| {
+            check_failure(driver)?;
+            let rounds = rounds.get_or_insert_with(|| driver.begin_acquire());
+            Ok(driver.acquired(rounds).then_some(()))
         })
     }
 

@@ -148,6 +148,26 @@ impl<'a> Thread<'a> {
     /// [`Error::Call`].
     pub fn call(&mut self, call: Call) -> Result<Success, Error> {
         let shared = self.session.shared();
+        let (releases, acquires) = order_of(&call);
+        let released = match releases {
+            true => shared.release(),
+            false => Ok(()),
+        };
+        if !matches!(call, Call::Unlock { .. }) {
+            released?;
+            let success = self.carry_out(call)?;
+            if acquires {
+                shared.acquire_released()?;
+            }
+            return Ok(success);
+        }
+        // The others get the lock all the same.
+        let success = self.carry_out(call)?;
+        released.map(|()| success)
+    }
+
+    fn carry_out(&mut self, call: Call) -> Result<Success, Error> {
+        let shared = self.session.shared();
         let number = self.number;
         let counter = counter_of(&call);
         let began = Instant::now();
@@ -166,6 +186,16 @@ impl<'a> Thread<'a> {
 impl Drop for Thread<'_> {
     fn drop(&mut self) {
         self.session.end_thread(self.number);
+    }
+}
+
+/// Returns whether a call releases what this node has written before it, and acquires what others have released after it.
+fn order_of(call: &Call) -> (bool, bool) {
+    match call {
+        Call::Lock { .. } | Call::Load { .. } => (false, true),
+        Call::Unlock { .. } | Call::Signal { .. } | Call::Broadcast { .. } => (true, false),
+        Call::Barrier { .. } | Call::Reduce { .. } | Call::Wait { .. } => (true, true),
+        Call::FetchAdd { .. } | Call::CompareSwap { .. } => (true, true),
     }
 }
 

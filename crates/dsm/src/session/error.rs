@@ -138,6 +138,12 @@ pub enum Error {
         /// The node.
         node: u32,
     },
+    /// Writes could not be released, as the home of their pages is gone.
+    #[error("writes were lost with node {node}, which was the home of their pages")]
+    Unreleased {
+        /// The node.
+        node: u32,
+    },
     /// A thread cannot have a number.
     #[error("thread {0} is in use, or its number is not below {THREADS_MAX}")]
     ThreadNumber(u16),
