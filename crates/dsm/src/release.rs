@@ -570,7 +570,9 @@ impl Node {
     /// Ends releases that wait for no home.
     fn try_end_release(&mut self) {
         while !self.releases.is_idle() && self.flushing == 0 {
-            self.append();
+            if !mutant!(NoticedEarly) {
+                self.append();
+            }
             self.released.clear();
             let begins_next = self.releases.end();
             self.act(Action::Ended);

@@ -682,6 +682,15 @@ pub(crate) const SMALL: &[Worlds] = &[
         ],
     ),
     world(
+        "2 nodes, 2 threads at one, 2 units, 2 locks",
+        &[1, 1],
+        &[
+            (0, &[L(0), W(0, 0, 1), U(0)]),
+            (0, &[L(1), W(1, 0, 2), U(1)]),
+            (1, &[L(1), R(1, 0), U(1), L(0), R(0, 0), U(0)]),
+        ],
+    ),
+    world(
         "2 nodes, 2 threads at the home, 1 unit, 2 locks",
         &[0],
         &[
