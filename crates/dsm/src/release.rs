@@ -71,6 +71,9 @@ use crate::Access;
 use crate::peers::{Ahead, Peers};
 use crate::protocol::{Body, Homes, Message, NodeId, Right, Settings, Violation, Wait};
 
+/// Number of a release of nothing.
+const NOTHING: u64 = 0;
+
 /// A task of the driver, which carries all out in their order before it hands in the next event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
@@ -372,7 +375,7 @@ impl Node {
     /// Begins to release all that the program has written. Returns the number of the release, for [`Node::released`].
     pub fn handle_release(&mut self) -> u64 {
         if self.dirty.is_empty() && self.releases.is_idle() {
-            return self.releases.ended();
+            return NOTHING;
         }
         let (round, begins) = self.releases.ask();
         if begins {
@@ -381,9 +384,9 @@ impl Node {
         round
     }
 
-    /// Returns whether a release has ended: an error names a node with which units were lost that it had to flush.
+    /// Returns whether a release has ended: an error names a node with which units were lost that it, or a later one, had to flush.
     pub fn released(&self, round: u64) -> Option<Result<(), NodeId>> {
-        let failure = self.failure.filter(|(of, _)| *of >= round && round > 0);
+        let failure = self.failure.filter(|(of, _)| *of >= round && round != NOTHING);
         let outcome = failure.map_or(Ok(()), |(_, node)| Err(node));
         self.releases.has_ended(round).then_some(outcome)
     }

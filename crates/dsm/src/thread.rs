@@ -134,6 +134,23 @@ impl<'a> Thread<'a> {
         self.call_for_value(Call::Load { object })
     }
 
+    /// Releases what this node has written in regions with release consistency: threads of other nodes that acquire after that see it. Only programs
+    /// that synchronise by other means than the calls of this type need it.
+    ///
+    /// # Errors
+    /// The home of a page is gone: what was written there is lost.
+    pub fn release(&mut self) -> Result<(), Error> {
+        self.session.shared().release()
+    }
+
+    /// Acquires what other nodes have released before: see [`Thread::release`].
+    ///
+    /// # Errors
+    /// The system has refused a change of pages.
+    pub fn acquire(&mut self) -> Result<(), Error> {
+        self.session.shared().acquire_released()
+    }
+
     fn call_for_value(&mut self, call: Call) -> Result<u64, Error> {
         match self.call(call)? {
             Success::Value(value) => Ok(value),

@@ -4,9 +4,13 @@
 mod common;
 
 use std::num::NonZeroU32;
+use std::time::Duration;
 
-use common::{MODES, run, run_as_node, run_with};
-use rdmux_dsm::{Consistency, Region, RegionOptions, Session};
+use common::{MODES, Node, named, run, run_as_node, run_with, start, stay, wait_for};
+use rand_chacha::ChaCha8Rng;
+use rand_core::{RngCore, SeedableRng};
+use rdmux_dsm::{Consistency, Error, Region, RegionOptions, Session};
+use rustix::process::Signal;
 
 const PAGE: usize = 4096;
 
@@ -17,6 +21,8 @@ fn node() {
         ("locked", locked),
         ("queue", queue),
         ("counted", counted),
+        ("homeless", homeless),
+        ("busy", busy),
     ]);
 }
 
@@ -178,4 +184,145 @@ fn packets__that_are_lost_change_no_contents() {
     ];
     run_with("shared", 3, MODES[1], &network);
     run_with("locked", 3, MODES[0], &network);
+}
+
+const LEASE: Duration = Duration::from_secs(8);
+
+/// Word of a page.
+fn word(region: &Region<'_>, page: u64, word: u64) -> Result<u64, Error> {
+    let mut bytes = [0; 8];
+    region.read(page * PAGE as u64 + 8 * word, &mut bytes)?;
+    Ok(u64::from_ne_bytes(bytes))
+}
+
+/// Node 1 is killed, when it has released writes, and written more. Node 0 has written a page whose home that is, and one of node 2.
+fn homeless(session: &Session) {
+    const PAGES: usize = 30_000;
+    let region = region(session, PAGES);
+    let words = region.array::<u64>(0, PAGES * PAGE / 8);
+    let at = |page: usize, word: usize| page * PAGE / 8 + word;
+    let mut thread = session.thread(0).unwrap();
+    if session.node() == 1 {
+        words.set(at(1, 1), 11);
+        words.set(at(2, 1), 12);
+    }
+    thread.barrier(0, all(session, 1)).unwrap();
+    assert_eq!((words.get(at(1, 1)), words.get(at(2, 1))), (11, 12));
+    thread.barrier(0, all(session, 1)).unwrap();
+    match session.node() {
+        0 => {
+            words.set(at(1, 0), 5);
+            words.set(at(2, 0), 6);
+        }
+        1 => words.set(at(2, 2), 99),
+        _ => {}
+    }
+    println!("@ ready");
+    // The first word whose home is left tells node 2 of all that node 0 has done.
+    match session.node() {
+        0 => {
+            let mut fresh = (4..PAGES as u64).step_by(3);
+            let lost = loop {
+                // Time is meant: there are pages for a minute.
+                std::thread::sleep(Duration::from_millis(6));
+                if let Err(error) = word(&region, fresh.next().unwrap(), 0) {
+                    break error;
+                }
+            };
+            assert_eq!(named(&lost), 1, "{lost}");
+            // What was read of it before is still there, until the next synchronisation.
+            assert_eq!(words.get(at(1, 1)), 11);
+            let error = thread.signal(9).unwrap_err();
+            assert!(matches!(error, Error::Unreleased { node: 1 }), "{error}");
+            assert!(matches!(word(&region, 1, 1), Err(Error::Lost { node: 1, .. })));
+            assert!((0..).any(|object| thread.fetch_add(object, 1).is_ok()));
+        }
+        1 => stay(),
+        _ => {
+            let mut object = 0;
+            loop {
+                match thread.load(object) {
+                    Ok(0) => std::thread::yield_now(),
+                    Ok(_) => break,
+                    Err(_) => object += 1,
+                }
+            }
+            assert_eq!(
+                (word(&region, 2, 0).unwrap(), word(&region, 2, 1).unwrap()),
+                (6, 12)
+            );
+            assert_eq!(word(&region, 2, 2).unwrap() % 99, 0);
+            assert!(matches!(word(&region, 1, 1), Err(Error::Lost { node: 1, .. })));
+        }
+    }
+    println!("@ ends");
+    stay();
+}
+
+#[test]
+fn release__to_a_home_that_was_killed_ends_with_its_name_and_other_pages_are_right() {
+    for mode in MODES {
+        let mut nodes = start("homeless", 3, mode, LEASE);
+        wait_for(&mut nodes, "@ ready");
+        drop(nodes.remove(1));
+        wait_for(&mut nodes, "@ ends");
+    }
+}
+
+/// All nodes write, lock and meet, until one is gone. Each prints the node that it has missed.
+fn busy(session: &Session) {
+    const PAGES: u64 = 8;
+    let region = region(session, PAGES as usize);
+    let mut thread = session.thread(0).unwrap();
+    let nodes = u64::from(session.nodes());
+    let own = u64::from(session.node());
+    let mut step = |round: u64| -> Result<(), Error> {
+        for page in 0..PAGES {
+            let guard = thread.lock(page)?;
+            let count = word(&region, page, nodes)? + 1;
+            region.write(page * PAGE as u64 + 8 * nodes, &count.to_ne_bytes())?;
+            drop(guard);
+            region.write(page * PAGE as u64 + 8 * own, &round.to_ne_bytes())?;
+        }
+        thread.barrier(100, all(session, 1))?;
+        for page in 0..PAGES {
+            for node in 0..nodes {
+                assert_eq!(word(&region, page, node)?, round, "word {node} of page {page}");
+            }
+            assert_eq!(word(&region, page, nodes)?, round * nodes);
+        }
+        thread.barrier(100, all(session, 1))?;
+        Ok(())
+    };
+    println!("@ begins");
+    for round in 1.. {
+        if let Err(error) = step(round) {
+            println!("@ misses {} after {round}: {error}", named(&error));
+            stay();
+        }
+    }
+}
+
+#[test]
+fn wait__for_a_node_that_was_killed_or_stopped_ends_with_its_name() {
+    for seed in 0..6 {
+        let mut dice = ChaCha8Rng::seed_from_u64(seed);
+        let mode = MODES[(seed % 3) as usize];
+        let victim = (dice.next_u32() % 3) as usize;
+        println!("seed {seed}: {mode}, node {victim}");
+        let mut nodes = start("busy", 3, mode, LEASE);
+        wait_for(&mut nodes, "@ begins");
+        // Time is meant: the node dies at some point of its work.
+        std::thread::sleep(Duration::from_micros(u64::from(dice.next_u32() % 300_000)));
+        let victim_node: Node = nodes.remove(victim);
+        if seed == 5 {
+            victim_node.signal(Signal::STOP);
+            wait_for(&mut nodes, &format!("@ misses {victim} "));
+            victim_node.signal(Signal::CONT);
+            wait_for([&mut { victim_node }], "@ misses ");
+        } else {
+            drop(victim_node);
+            wait_for(&mut nodes, &format!("@ misses {victim} "));
+        }
+    }
 }

@@ -37,11 +37,6 @@ impl Rounds {
         self.begun
     }
 
-    /// Returns the number of the last round that has ended.
-    pub(super) fn ended(&self) -> u64 {
-        self.ended
-    }
-
     pub(super) fn has_ended(&self, round: u64) -> bool {
         self.ended >= round
     }

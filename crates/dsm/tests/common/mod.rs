@@ -113,7 +113,7 @@ pub(crate) fn wait_for<'a>(nodes: impl IntoIterator<Item = &'a mut Node>, text: 
 /// Returns the node that an error names.
 pub(crate) fn named(error: &Error) -> u32 {
     match error {
-        Error::Gone { node, .. } | Error::Lost { node, .. } => *node,
+        Error::Gone { node, .. } | Error::Lost { node, .. } | Error::Unreleased { node } => *node,
         Error::Call(Failure::Gone(node)) => node.number(),
         other => panic!("{other}"),
     }
