@@ -141,13 +141,14 @@ impl Caught {
             // A write faults once more.
             _ => Access::Read,
         });
-        if self
-            .shared
-            .acquire(self.region, &self.pages, page..page + 1, access)
-            .is_err()
-        {
-            return false;
+        if !view.state(page).allows(access) {
+            let wanted = page..page + 1;
+            return self
+                .shared
+                .acquire(self.region, &self.pages, wanted, access)
+                .is_ok();
         }
+        // A batch has taken this page's rights together with those of its neighbours.
         let fault = Fault {
             address: address - address % page_bytes,
             access,
