@@ -88,7 +88,10 @@ fn errno_of(error: &Error) -> c_int {
         Error::Absent { .. } | Error::Missing { .. } => libc::ETIMEDOUT,
         Error::Version { .. } | Error::PageSize { .. } | Error::Differs { .. } => libc::EPROTO,
         Error::Stranger { .. } => libc::EACCES,
-        Error::Gone { .. } | Error::Lost { .. } | Error::Call(sync::Failure::Gone(_)) => GONE,
+        Error::Gone { .. }
+        | Error::Lost { .. }
+        | Error::Unreleased { .. }
+        | Error::Call(sync::Failure::Gone(_)) => GONE,
         Error::TooManyRegions | Error::Call(sync::Failure::NoRoom) => libc::ENOSPC,
         Error::FaultMode(_) | Error::Size(_) | Error::Homes(_) => libc::EINVAL,
         Error::ThreadNumber(number) if *number < THREADS_MAX => libc::EBUSY,
@@ -113,7 +116,8 @@ fn node_of(error: &Error) -> Option<u32> {
         | Error::PageSize { node, .. }
         | Error::Gone { node, .. }
         | Error::Differs { node, .. }
-        | Error::Lost { node, .. } => Some(*node),
+        | Error::Lost { node, .. }
+        | Error::Unreleased { node } => Some(*node),
         Error::Call(sync::Failure::Gone(node)) => Some(node.number()),
         _ => None,
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
-use rdmux_dsm::{Access, FaultMode, RegionOptions, Session};
+use rdmux_dsm::{Access, Consistency, FaultMode, RegionOptions, Session};
 
 use crate::failure::{Failure, caught, keep, status};
 use crate::objects::{check_outside, find, give};
@@ -76,7 +76,13 @@ impl Options {
             other => return Err(Failure::invalid(format!("{other} is no enum rdmux_dsm_faults"))),
         };
         let row = self.row.max(1);
-        Ok(RegionOptions { bytes, row, mode })
+        let consistency = Consistency::Sequential;
+        Ok(RegionOptions {
+            bytes,
+            row,
+            mode,
+            consistency,
+        })
     }
 }
 
