@@ -49,11 +49,21 @@ enum rdmux_dsm_faults {
 	RDMUX_DSM_FAULTS_MPROTECT = 3,
 };
 
+/* Homes of the pages of a region: the node that knows who has a page, and needs no message for it as long as nobody else has it. */
+enum rdmux_dsm_homes {
+	RDMUX_DSM_HOMES_IN_TURN = 0,     /* the field row says how many pages in a row have one home */
+	RDMUX_DSM_HOMES_HASH = 1,        /* spread over the nodes */
+	RDMUX_DSM_HOMES_FIRST_TOUCH = 2, /* the first node that touches a page is its home */
+	RDMUX_DSM_HOMES_NODE = 3,        /* the field node says which */
+};
+
 /* Settings of a region, the same on all nodes but for faults. A field of 0 has its default. */
 struct rdmux_dsm_region_options {
 	uint64_t row;         /* pages in a row whose home is one node, then the next node has as many; default 1 */
 	uint32_t faults;      /* enum rdmux_dsm_faults */
-	uint32_t reserved[5]; /* 0 */
+	uint32_t homes;       /* enum rdmux_dsm_homes */
+	uint32_t node;        /* home of all pages, with RDMUX_DSM_HOMES_NODE alone */
+	uint32_t reserved[3]; /* 0 */
 };
 
 enum rdmux_dsm_access {

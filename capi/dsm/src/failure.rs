@@ -86,7 +86,10 @@ fn errno_of(error: &Error) -> c_int {
         Error::Listen { .. } | Error::NoAddress { .. } => libc::EADDRNOTAVAIL,
         Error::Create(_) | Error::Register(_) | Error::Prepare(_) | Error::NoMemory { .. } => libc::ENOMEM,
         Error::Absent { .. } | Error::Missing { .. } => libc::ETIMEDOUT,
-        Error::Version { .. } | Error::PageSize { .. } | Error::Differs { .. } => libc::EPROTO,
+        Error::Version { .. }
+        | Error::PageSize { .. }
+        | Error::Differs { .. }
+        | Error::OtherSettings { .. } => libc::EPROTO,
         Error::Stranger { .. } => libc::EACCES,
         Error::Gone { .. } | Error::Lost { .. } | Error::Call(sync::Failure::Gone(_)) => GONE,
         Error::TooManyRegions | Error::Call(sync::Failure::NoRoom) => libc::ENOSPC,
@@ -115,6 +118,7 @@ fn node_of(error: &Error) -> Option<u32> {
         | Error::Differs { node, .. }
         | Error::Lost { node, .. } => Some(*node),
         Error::Call(sync::Failure::Gone(node)) => Some(node.number()),
+        Error::OtherSettings { .. } => Some(0),
         _ => None,
     }
 }

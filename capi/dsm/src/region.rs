@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
-use rdmux_dsm::{Access, FaultMode, RegionOptions, Session};
+use rdmux_dsm::{Access, FaultMode, Placement, RegionOptions, Session};
 
 use crate::failure::{Failure, caught, keep, status};
 use crate::objects::{check_outside, find, give};
@@ -58,12 +58,14 @@ impl Region {
 struct Options {
     row: u64,
     faults: u32,
-    reserved: [u32; 5],
+    homes: u32,
+    node: u32,
+    reserved: [u32; 3],
 }
 
 impl Options {
     fn region_options(&self, bytes: u64) -> Result<RegionOptions, Failure> {
-        if self.reserved != [0; 5] {
+        if self.reserved != [0; 3] {
             return Err(Failure::invalid(
                 "a reserved field of the region's options is not 0",
             ));
@@ -75,8 +77,18 @@ impl Options {
             3 => FaultMode::Mprotect,
             other => return Err(Failure::invalid(format!("{other} is no enum rdmux_dsm_faults"))),
         };
-        let row = self.row.max(1);
-        Ok(RegionOptions { bytes, row, mode })
+        let homes = match (self.homes, self.row, self.node) {
+            (0, row, 0) => Placement::InTurn(row.max(1)),
+            (1, 0, 0) => Placement::Hash,
+            (2, 0, 0) => Placement::FirstTouch,
+            (3, 0, node) => Placement::node(node),
+            (other @ 4.., ..) => return Err(Failure::invalid(format!("{other} is no enum rdmux_dsm_homes"))),
+            _ => {
+                let text = "row belongs to homes in turn, and node to homes by name: set the others to 0";
+                return Err(Failure::invalid(text));
+            }
+        };
+        Ok(RegionOptions { bytes, homes, mode })
     }
 }
 

@@ -72,6 +72,34 @@ static void regions(struct rdmux_dsm_thread *thread)
 		CHECK(atomic_load(&words[i]) == nodes);
 }
 
+/* A node that writes a page at home there asks nobody. */
+static void homes(struct rdmux_dsm_thread *thread)
+{
+	struct rdmux_dsm_region_options all[] = {
+		{.homes = RDMUX_DSM_HOMES_NODE, .node = nodes - 1},
+		{.homes = RDMUX_DSM_HOMES_FIRST_TOUCH},
+		{.homes = RDMUX_DSM_HOMES_HASH},
+	};
+	for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+		struct rdmux_dsm_region *region;
+		struct rdmux_dsm_stat stat;
+		CHECK(rdmux_dsm_region_make(session, 16 * PAGE, &all[i], &region) == 0);
+		char *bytes = rdmux_dsm_region_address(region);
+		if (node == nodes - 1)
+			for (int page = 0; page < 16; page++)
+				bytes[page * PAGE] = page + 1;
+		CHECK(rdmux_dsm_region_stat(region, &stat) == 0);
+		CHECK(i == 2 || stat.fetches == 0);
+		CHECK(i != 0 || stat.messages == 0);
+		CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+		for (int page = 0; page < 16; page++)
+			CHECK(bytes[page * PAGE] == page + 1);
+		CHECK(rdmux_dsm_region_stat(region, &stat) == 0);
+		CHECK(i == 2 || stat.fetches == (node == nodes - 1 ? 0 : 16));
+		CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	}
+}
+
 static void reductions(struct rdmux_dsm_thread *thread)
 {
 	double real;
@@ -155,6 +183,7 @@ int main(void)
 	CHECK(node < nodes);
 	CHECK(rdmux_dsm_thread_begin(session, 0, &thread) == 0);
 	regions(thread);
+	homes(thread);
 	reductions(thread);
 	words(thread);
 	threads();

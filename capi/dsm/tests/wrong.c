@@ -65,9 +65,19 @@ static void arguments(struct rdmux_dsm_region *region)
 	char *bytes = rdmux_dsm_region_address(region), text[2 * PAGE] = "";
 	struct rdmux_dsm_region *other = (void *)text;
 	struct rdmux_dsm_thread *second = (void *)text;
-	struct rdmux_dsm_region_options wrong[] = {{.faults = 4}, {.reserved = {0, 0, 0, 0, 1}}};
-	for (int i = 0; i < 2; i++)
-		FAILS(rdmux_dsm_region_make(session, PAGE, &wrong[i], &other), EINVAL, i ? "reserved" : "enum rdmux_dsm_faults");
+	struct {
+		struct rdmux_dsm_region_options options;
+		const char *word;
+	} wrong[] = {
+		{{.faults = 4}, "enum rdmux_dsm_faults"},
+		{{.homes = 4}, "enum rdmux_dsm_homes"},
+		{{.homes = RDMUX_DSM_HOMES_HASH, .row = 1}, "row belongs"},
+		{{.homes = RDMUX_DSM_HOMES_FIRST_TOUCH, .node = 1}, "row belongs"},
+		{{.node = 1}, "row belongs"},
+		{{.reserved = {0, 0, 1}}, "reserved"},
+	};
+	for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+		FAILS(rdmux_dsm_region_make(session, PAGE, &wrong[i].options, &other), EINVAL, wrong[i].word);
 	FAILS(rdmux_dsm_region_make(session, PAGE, NULL, NULL), EINVAL, "no place");
 
 	FAILS(rdmux_dsm_acquire_range(region, bytes - 1, 1, RDMUX_DSM_READ), EINVAL, "not in the region");

@@ -19,7 +19,6 @@ use rdmux_memory::mapping::PlaceError;
 use rdmux_runtime::Waiting;
 use rdmux_verbs::provider::Waker;
 use rdmux_verbs::{Fault, ProtectionDomain};
-use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::joining::{Joining, Step};
 
 pub use self::error::Error;
@@ -27,6 +26,7 @@ use crate::cluster::Cluster;
 use crate::driver::{Answer, Driver, Making, Offer, Queues, REGIONS_MAX};
 use crate::memory::userfault::{Abilities, Delivery};
 use crate::memory::{self, Access, Costs, View};
+use crate::placement::{Digest, Placement};
 use crate::protocol::{Homes, Settings};
 use crate::region::{Pages, Region};
 use crate::signal;
@@ -90,8 +90,8 @@ impl FaultMode {
 pub struct RegionOptions {
     /// Bytes, rounded up to whole pages.
     pub bytes: u64,
-    /// Pages in a row whose home is one node; those of the next row have the next node.
-    pub row: u64,
+    /// Homes of the pages.
+    pub homes: Placement,
     /// The way by which faults are answered at this node.
     pub mode: FaultMode,
 }
@@ -103,8 +103,8 @@ impl RegionOptions {
     /// [`Error::FaultMode`].
     pub fn new(bytes: u64) -> Result<RegionOptions, Error> {
         let mode = FaultMode::of_environment()?;
-        let row = 1;
-        Ok(RegionOptions { bytes, row, mode })
+        let homes = Placement::InTurn(1);
+        Ok(RegionOptions { bytes, homes, mode })
     }
 }
 
@@ -259,6 +259,7 @@ struct Agreement<'a, 'o> {
 impl<'a> Agreement<'a, '_> {
     fn reach(&self) -> Result<Region<'a>, Error> {
         let own = self.session.cluster.own();
+        let homes = self.options.homes.homes(self.session.cluster.nodes().collect())?;
         // Earlier views stay mapped: the others may still read them.
         let mut earlier = Vec::new();
         for attempt in 0..ATTEMPTS {
@@ -267,8 +268,9 @@ impl<'a> Agreement<'a, '_> {
             } else {
                 let offer = self.wait_for_offer(attempt)?;
                 if offer.pages != self.pages()? || offer.digest != self.digest() {
-                    let (node, region) = (0, self.number);
-                    return Err(Error::Differs { node, region });
+                    return Err(Error::OtherSettings {
+                        region: self.number,
+                    });
                 }
                 match self.map(Some(offer.address)) {
                     Err(Error::Memory(memory::Error::Place(error))) => {
@@ -282,7 +284,7 @@ impl<'a> Agreement<'a, '_> {
                     view => view?,
                 }
             };
-            let pages = self.publish(attempt, view)?;
+            let pages = self.publish(attempt, view, homes.clone())?;
             if self.has_agreed(attempt)? {
                 let region = Region::new(self.session, self.number, pages.clone());
                 self.session.shared.read_faults(self.number, &pages);
@@ -319,7 +321,7 @@ impl<'a> Agreement<'a, '_> {
     }
 
     fn digest(&self) -> u64 {
-        self.options.row
+        self.options.homes.digest(Digest::NEW).value()
     }
 
     fn map(&self, address: Option<u64>) -> Result<View, Error> {
@@ -332,7 +334,7 @@ impl<'a> Agreement<'a, '_> {
     }
 
     /// Registers the pages, has the others read them, and tells all of it.
-    fn publish(&self, attempt: u32, view: View) -> Result<Pages, Error> {
+    fn publish(&self, attempt: u32, view: View, homes: Homes) -> Result<Pages, Error> {
         let rights = rdmux_verbs::Access::LOCAL_WRITE | rdmux_verbs::Access::REMOTE_READ;
         let mr = self.session.pd.reg_mr_all(view.alias().clone(), 0, rights)?;
         let key = mr.rkey().0;
@@ -341,8 +343,6 @@ impl<'a> Agreement<'a, '_> {
             FaultMode::Inline | FaultMode::Mprotect => Delivery::Signal,
         };
         let pages = Pages::new(view, delivery);
-        let nodes: Vec<NodeId> = self.session.cluster.nodes().collect();
-        let homes = Homes::cyclic(nodes, self.options.row)?;
         let mut driver = self.session.shared.lock();
         let settings = Settings {
             region: self.number,

@@ -94,6 +94,14 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
+    /// Node 0 makes the region with other settings. No region can be made after that.
+    #[error(
+        "node 0 makes region {region} of another size or with other homes: let all nodes make the same regions in the same order"
+    )]
+    OtherSettings {
+        /// Number of the region.
+        region: u32,
+    },
     /// A node cannot make the region, or the programs do not make the same ones. No region can be made after that.
     #[error(
         "node {node} cannot make region {region}, or makes it with other settings: see its error, and let all nodes make the same regions in the same order"
