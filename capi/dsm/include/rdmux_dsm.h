@@ -49,21 +49,22 @@ enum rdmux_dsm_faults {
 	RDMUX_DSM_FAULTS_MPROTECT = 3,
 };
 
-/* Homes of the pages of a region: the node that knows who has a page, and needs no message for it as long as nobody else has it. */
+/* Homes of the units of a region: the node that knows who has a unit, and needs no message for it as long as nobody else has it. */
 enum rdmux_dsm_homes {
-	RDMUX_DSM_HOMES_IN_TURN = 0,     /* the field row says how many pages in a row have one home */
+	RDMUX_DSM_HOMES_IN_TURN = 0,     /* the field row says how many units in a row have one home */
 	RDMUX_DSM_HOMES_HASH = 1,        /* spread over the nodes */
-	RDMUX_DSM_HOMES_FIRST_TOUCH = 2, /* the first node that touches a page is its home */
+	RDMUX_DSM_HOMES_FIRST_TOUCH = 2, /* the first node that touches a unit is its home */
 	RDMUX_DSM_HOMES_NODE = 3,        /* the field node says which */
 };
 
 /* Settings of a region, the same on all nodes but for faults. A field of 0 has its default. */
 struct rdmux_dsm_region_options {
-	uint64_t row;         /* pages in a row whose home is one node, then the next node has as many; default 1 */
+	uint64_t row;         /* units in a row whose home is one node, then the next node has as many; default 1 */
 	uint32_t faults;      /* enum rdmux_dsm_faults */
 	uint32_t homes;       /* enum rdmux_dsm_homes */
-	uint32_t node;        /* home of all pages, with RDMUX_DSM_HOMES_NODE alone */
-	uint32_t reserved[3]; /* 0 */
+	uint32_t node;        /* home of all units, with RDMUX_DSM_HOMES_NODE alone */
+	uint32_t unit;        /* bytes to which nodes have rights as a whole: a power of two from 64 to 2 MiB; default a page */
+	uint32_t reserved[2]; /* 0 */
 };
 
 enum rdmux_dsm_access {
@@ -75,7 +76,7 @@ enum rdmux_dsm_access {
 struct rdmux_dsm_stat {
 	uint64_t read_faults;
 	uint64_t write_faults;
-	uint64_t fetches;       /* pages that were read from other nodes */
+	uint64_t fetches;       /* units that were read from other nodes */
 	uint64_t invalidations; /* rights that others have taken */
 	uint64_t messages;      /* messages sent */
 	uint64_t reserved[11];  /* 0 */
@@ -85,11 +86,13 @@ struct rdmux_dsm_stat {
 int rdmux_dsm_region_make(struct rdmux_dsm *session, uint64_t bytes, const struct rdmux_dsm_region_options *options, struct rdmux_dsm_region **region);
 /* Address of the first byte, the same on all nodes, until the session is left; a null pointer if there is no such region. */
 void *rdmux_dsm_region_address(struct rdmux_dsm_region *region);
-/* Bytes of the region, which are whole pages; 0 if there is no such region. */
+/* Bytes of the region, which are whole pages and units; 0 if there is no such region. */
 uint64_t rdmux_dsm_region_bytes(struct rdmux_dsm_region *region);
+/* Address of a byte. In a region whose units are smaller than a page, only the bytes of one unit are side by side. A null pointer if there is none. */
+void *rdmux_dsm_region_place(struct rdmux_dsm_region *region, uint64_t offset);
 /* Gets a right to bytes of the region, which other nodes may take again at once. */
 int rdmux_dsm_acquire_range(struct rdmux_dsm_region *region, const volatile void *start, size_t bytes, enum rdmux_dsm_access access);
-/* Asks for a right to bytes of the region without waiting: a later touch of them waits less. At most 256 pages that are away are asked for. */
+/* Asks for a right to bytes of the region without waiting: a later touch of them waits less. At most 256 units that are away are asked for, and 1 MiB, but at least two. */
 int rdmux_dsm_prefetch(struct rdmux_dsm_region *region, const volatile void *start, size_t bytes, enum rdmux_dsm_access access);
 /* Copies bytes of the region into memory that is in no region. */
 int rdmux_dsm_read(struct rdmux_dsm_region *region, const volatile void *from, void *to, size_t bytes);

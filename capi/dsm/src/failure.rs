@@ -93,7 +93,7 @@ fn errno_of(error: &Error) -> c_int {
         Error::Stranger { .. } => libc::EACCES,
         Error::Gone { .. } | Error::Lost { .. } | Error::Call(sync::Failure::Gone(_)) => GONE,
         Error::TooManyRegions | Error::Call(sync::Failure::NoRoom) => libc::ENOSPC,
-        Error::FaultMode(_) | Error::Size(_) | Error::Homes(_) => libc::EINVAL,
+        Error::FaultMode(_) | Error::Size(_) | Error::Unit(_) | Error::Homes(_) => libc::EINVAL,
         Error::ThreadNumber(number) if *number < THREADS_MAX => libc::EBUSY,
         Error::ThreadNumber(_) => libc::EINVAL,
         Error::Memory(memory::Error::NotPermitted) => libc::EPERM,

@@ -41,15 +41,18 @@ impl Region {
     fn offsets(&self, address: usize, bytes: usize) -> Result<Range<u64>, Failure> {
         let all = self.addresses();
         let (start, bytes) = (address as u64, bytes as u64);
-        let left = all.end.checked_sub(start).filter(|left| bytes <= *left);
-        let offset = left.and_then(|_| start.checked_sub(all.start));
-        let offset = offset.ok_or_else(|| {
+        self.inner.bytes_at(start, bytes).ok_or_else(|| {
             let place = format!("{:#x} to {:#x}", all.start, all.end);
-            Failure::invalid(format!(
-                "{bytes} bytes at {start:#x} are not in the region, which is at {place}"
-            ))
-        })?;
-        Ok(offset..offset + bytes)
+            let text = format!("{bytes} bytes at {start:#x} are not in the region, which is at {place}");
+            Failure::invalid(match all.contains(&start) && self.has_small_units() {
+                true => format!("{text}, or not in one of its units as rdmux_dsm_region_place tells it"),
+                false => text,
+            })
+        })
+    }
+
+    fn has_small_units(&self) -> bool {
+        self.inner.bytes() < self.inner.mapping().len() as u64
     }
 }
 
@@ -60,12 +63,13 @@ struct Options {
     faults: u32,
     homes: u32,
     node: u32,
-    reserved: [u32; 3],
+    unit: u32,
+    reserved: [u32; 2],
 }
 
 impl Options {
     fn region_options(&self, bytes: u64) -> Result<RegionOptions, Failure> {
-        if self.reserved != [0; 3] {
+        if self.reserved != [0; 2] {
             return Err(Failure::invalid(
                 "a reserved field of the region's options is not 0",
             ));
@@ -88,7 +92,11 @@ impl Options {
                 return Err(Failure::invalid(text));
             }
         };
-        Ok(RegionOptions { bytes, homes, mode })
+        let mut options = RegionOptions::in_mode(bytes, mode);
+        if self.unit != 0 {
+            options.unit = self.unit.into();
+        }
+        Ok(RegionOptions { homes, ..options })
     }
 }
 
@@ -181,8 +189,22 @@ extern "C" fn rdmux_dsm_region_address(region: *mut Region) -> *mut c_void {
 
 #[unsafe(no_mangle)]
 extern "C" fn rdmux_dsm_region_bytes(region: *mut Region) -> u64 {
-    let bytes = told(region, |region| region.inner.mapping().len() as u64);
-    bytes.unwrap_or(0)
+    told(region, |region| region.inner.bytes()).unwrap_or(0)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn rdmux_dsm_region_place(region: *mut Region, offset: u64) -> *mut c_void {
+    let place = || {
+        let region = find(region)?;
+        let bytes = region.inner.bytes();
+        if offset >= bytes {
+            return Err(Failure::invalid(format!("byte {offset} of a region of {bytes}")));
+        }
+        Ok(region.inner.address() + region.inner.place(offset))
+    };
+    caught(place).map_err(keep).map_or(ptr::null_mut(), |address| {
+        ptr::with_exposed_provenance_mut(address as usize)
+    })
 }
 
 /// Returns the access that the program gives by its number.

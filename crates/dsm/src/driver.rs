@@ -105,7 +105,7 @@ pub(crate) struct Region {
     sheet: Arc<Sheet>,
 }
 
-/// A read of another node's page that is in progress.
+/// A read of another node's unit that is in progress.
 #[derive(Clone, Copy, Debug)]
 struct Pull {
     region: u32,
@@ -533,23 +533,23 @@ impl Driver {
         self.regions.get_mut(number as usize)?.as_mut()
     }
 
-    /// Asks for a right to a page, unless this node has it or has asked.
-    pub(crate) fn ask(&mut self, number: u32, pages: &Pages, page: u32, access: Access) {
-        let is_asked = |region: &mut Region| region.protocol.is_awaited(page.into());
-        if !pages.allow(page, access) && !self.region(number).is_none_or(is_asked) {
-            self.fault(number, page, access);
+    /// Asks for a right to a unit, unless this node has it or has asked.
+    pub(crate) fn ask(&mut self, number: u32, pages: &Pages, unit: u32, access: Access) {
+        let is_asked = |region: &mut Region| region.protocol.is_awaited(unit.into());
+        if !pages.allow(unit, access) && !self.region(number).is_none_or(is_asked) {
+            self.fault(number, unit, access);
         }
     }
 
     /// Takes a fault of the program, or its wish for a right.
-    pub(crate) fn fault(&mut self, number: u32, page: u32, access: Access) {
+    pub(crate) fn fault(&mut self, number: u32, unit: u32, access: Access) {
         let Some(region) = self.region(number) else { return };
-        let counter = match (access, region.pages.view().state(page)) {
+        let counter = match (access, region.pages.state(unit)) {
             (Access::Read, _) => RegionCounter::ReadFaults,
             (Access::Write, PageState::Shared) => RegionCounter::UpgradeFaults,
             (Access::Write, _) => RegionCounter::WriteFaults,
         };
-        region.protocol.handle_fault(page.into(), access);
+        region.protocol.handle_fault(unit.into(), access);
         self.events += 1;
         self.sheet.count_region(number, counter, 1);
         self.decided(number);
@@ -656,12 +656,11 @@ impl Driver {
             self.pulls.len() as u32 - 1
         });
         self.pulls[index as usize] = Some(pull);
-        let page_bytes = rustix::param::page_size() as u64;
-        let at = pull.unit * page_bytes;
         let buffers = self.region(pull.region).and_then(|region| {
             let key = region.keys.get(from as usize).copied().flatten()?;
-            let into = region.mr.sge(at, page_bytes as u32);
-            Some((into, key.slice(at..at + page_bytes)?))
+            let bytes = region.pages.geometry().bytes_of(pull.unit as u32);
+            let into = region.mr.sge(bytes.start, (bytes.end - bytes.start) as u32);
+            Some((into, key.slice(bytes)?))
         });
         let posted = match (buffers, self.link(from)) {
             (Some((into, from)), Some(link)) => link.read(into, from, index).map_err(Some),
@@ -683,8 +682,10 @@ impl Driver {
             return;
         };
         self.free_pulls.push(index);
-        if has_landed {
-            let bytes = rustix::param::page_size() as u64;
+        let bytes = self
+            .region(pull.region)
+            .map(|region| region.pages.geometry().unit_bytes());
+        if has_landed && let Some(bytes) = bytes {
             self.sheet.count_region(pull.region, RegionCounter::Fetches, 1);
             self.sheet
                 .count_region(pull.region, RegionCounter::FetchedBytes, bytes);
@@ -792,7 +793,7 @@ impl Region {
         let protections = std::mem::take(&mut self.protections);
         let mut single = None;
         for (unit, _, right) in &protections {
-            let page = *unit as u32;
+            let page = self.pages.geometry().page_of(*unit as u32);
             let change = match (self.pages.view().state(page), right) {
                 (PageState::Invalid, Right::Shared) => Change::Install(Access::Read),
                 (PageState::Invalid, Right::Exclusive) => Change::Install(Access::Write),

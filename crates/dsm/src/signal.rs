@@ -133,23 +133,22 @@ fn find(address: u64) -> Option<Caught> {
 impl Caught {
     /// Waits until the access is allowed. Returns false if it never is.
     fn answer(&self, address: u64, access: Option<Access>) -> bool {
-        let page_bytes = rustix::param::page_size() as u64;
-        let page = ((address - self.addresses.start) / page_bytes) as u32;
+        let unit = self.pages.geometry().unit_at(address - self.addresses.start);
         let view = self.pages.view();
-        let access = access.unwrap_or_else(|| match view.state(page) {
+        let access = access.unwrap_or_else(|| match self.pages.state(unit) {
             PageState::Shared => Access::Write,
             // A write faults once more.
             _ => Access::Read,
         });
         if self
             .shared
-            .acquire(self.region, &self.pages, page..page + 1, access)
+            .acquire(self.region, &self.pages, unit..unit + 1, access)
             .is_err()
         {
             return false;
         }
         let fault = Fault {
-            address: address - address % page_bytes,
+            address: address - address % rustix::param::page_size() as u64,
             access,
             kind: Kind::Absent,
         };

@@ -35,10 +35,7 @@ fn placed(session: &Session) {
     let all: [(Placement, HomeOf<'_>); 6] = [
         (Placement::InTurn(1), Box::new(in_turn(1))),
         (Placement::InTurn(5), Box::new(in_turn(5))),
-        (
-            Placement::Hash,
-            Box::new(|page, _| hash.of(page as u64).number()),
-        ),
+        (Placement::Hash, Box::new(|page, _| hash.of(page as u64).number())),
         (Placement::node(last), Box::new(|_, nodes| nodes - 1)),
         (
             Placement::Named(named),
@@ -115,10 +112,7 @@ fn stranger(session: &Session) {
     let error = session.region(&options(Placement::node(2))).unwrap_err();
     let text = error.to_string();
     let own = "node 2 cannot be a home: it is none of the nodes";
-    assert!(
-        text == own || matches!(error, Error::Differs { .. }),
-        "{text}"
-    );
+    assert!(text == own || matches!(error, Error::Differs { .. }), "{text}");
     stay_until_all_have_come(session);
 }
 

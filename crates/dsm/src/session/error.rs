@@ -8,6 +8,7 @@ use rdmux_wire::dsm::joining::VERSION;
 
 use super::ATTEMPTS;
 use crate::driver::REGIONS_MAX;
+use crate::geometry::{UNIT_BYTES_MAX, UNIT_BYTES_MIN};
 use crate::link;
 use crate::memory;
 use crate::protocol::HomesError;
@@ -96,7 +97,7 @@ pub enum Error {
     },
     /// Node 0 makes the region with other settings. No region can be made after that.
     #[error(
-        "node 0 makes region {region} of another size or with other homes: let all nodes make the same regions in the same order"
+        "node 0 makes region {region} of another size, or with other units or homes: let all nodes make the same regions in the same order"
     )]
     OtherSettings {
         /// Number of the region.
@@ -129,7 +130,10 @@ pub enum Error {
     /// The region has no bytes, or more than the system can map.
     #[error("a region of {0} bytes cannot be made")]
     Size(u64),
-    /// The homes of the pages cannot be given.
+    /// A unit cannot have so many bytes.
+    #[error("a unit of {0} bytes cannot be had: give a power of two from {UNIT_BYTES_MIN} to {UNIT_BYTES_MAX}")]
+    Unit(u64),
+    /// The homes of the units cannot be given.
     #[error(transparent)]
     Homes(#[from] HomesError),
     /// Pages cannot be had or changed.
@@ -139,7 +143,7 @@ pub enum Error {
     #[error("the shared memory is of no use any more: {0}")]
     Failed(String),
     /// A page was lost with a node.
-    #[error("the page at {address:#x} was lost with node {node}")]
+    #[error("the memory at {address:#x} was lost with node {node}")]
     Lost {
         /// Address of the page.
         address: u64,
