@@ -16,6 +16,8 @@ extern "C" {
 struct rdmux_dsm;
 /* Memory that all nodes have in common. */
 struct rdmux_dsm_region;
+/* Memory that any node allocates and frees. */
+struct rdmux_dsm_heap;
 /* A thread of this node, as the other nodes know it. */
 struct rdmux_dsm_thread;
 
@@ -99,6 +101,19 @@ int rdmux_dsm_read(struct rdmux_dsm_region *region, const volatile void *from, v
 /* Copies bytes from memory that is in no region into the region. */
 int rdmux_dsm_write(struct rdmux_dsm_region *region, volatile void *to, const void *from, size_t bytes);
 int rdmux_dsm_region_stat(struct rdmux_dsm_region *region, struct rdmux_dsm_stat *stat);
+
+/* Heaps: rdmux_dsm_alloc(3). */
+
+/* Homes of an object that is allocated, besides the numbers of nodes. */
+#define RDMUX_DSM_HERE (-1)    /* this node */
+#define RDMUX_DSM_IN_TURN (-2) /* the nodes in turn, for the objects that this node allocates */
+
+/* Makes a heap, of which each node has so many bytes for the objects of each size. All nodes call it, in the order of regions and heaps. */
+int rdmux_dsm_heap_make(struct rdmux_dsm *session, uint64_t bytes, enum rdmux_dsm_faults faults, struct rdmux_dsm_heap **heap);
+/* Allocates an object at home at a node. Its address is the same on all nodes, each of which may free it. */
+int rdmux_dsm_alloc(struct rdmux_dsm_heap *heap, size_t bytes, int node, void **object);
+/* Frees an object. What is none, or was freed already, is -EINVAL, and nothing is done. A null pointer is nothing. */
+int rdmux_dsm_free(struct rdmux_dsm_heap *heap, void *object);
 
 /* Threads and locks: rdmux_dsm_lock(3). Locks, conditions, barriers and words are numbers, which all nodes share; each kind has numbers of its own. */
 

@@ -56,6 +56,17 @@ impl Region {
     }
 }
 
+/// Returns the mode of an `enum rdmux_dsm_faults`.
+pub(crate) fn mode_of(faults: c_uint) -> Result<FaultMode, Failure> {
+    Ok(match faults {
+        0 => FaultMode::of_environment()?,
+        1 => FaultMode::Thread,
+        2 => FaultMode::Inline,
+        3 => FaultMode::Mprotect,
+        other => return Err(Failure::invalid(format!("{other} is no enum rdmux_dsm_faults"))),
+    })
+}
+
 /// `struct rdmux_dsm_region_options`
 #[repr(C)]
 struct Options {
@@ -74,13 +85,7 @@ impl Options {
                 "a reserved field of the region's options is not 0",
             ));
         }
-        let mode = match self.faults {
-            0 => FaultMode::of_environment()?,
-            1 => FaultMode::Thread,
-            2 => FaultMode::Inline,
-            3 => FaultMode::Mprotect,
-            other => return Err(Failure::invalid(format!("{other} is no enum rdmux_dsm_faults"))),
-        };
+        let mode = mode_of(self.faults)?;
         let homes = match (self.homes, self.row, self.node) {
             (0, row, 0) => Placement::InTurn(row.max(1)),
             (1, 0, 0) => Placement::Hash,

@@ -3,6 +3,7 @@
 //! Whoever holds the [`Driver`] takes a [turn](Driver::turn), one at a time: the node's service thread, or a thread of the program that waits for
 //! something. It never waits, and touches no view.
 
+mod heap;
 mod making;
 mod presence;
 
@@ -13,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_verbs::{Arm, CompletionQueue, MemoryRegion, RemoteBuffer, Status, WcOpcode, WorkCompletion};
 use rdmux_wire::dsm::frame::SLOTS;
+use rdmux_wire::dsm::heap::Heap as HeapMessage;
 use rdmux_wire::dsm::joining::Joining;
 use rdmux_wire::dsm::membership::Membership as MembershipMessage;
 use rdmux_wire::dsm::{Body, MESSAGE_LEN, Message, NodeId, sync as wire_sync};
@@ -20,6 +22,7 @@ use rdmux_wire::dsm::{Body, MESSAGE_LEN, Message, NodeId, sync as wire_sync};
 pub(crate) use self::making::{Answer, Making, Offer};
 pub(crate) use self::presence::Patience;
 use self::presence::{Questions, Wait};
+use crate::heap::Arena;
 use crate::link::{Link, LinkError, WorkId};
 use crate::membership::{self, Membership};
 use crate::memory::{self, Access, Change, PageBatch, PageState};
@@ -101,6 +104,8 @@ pub(crate) struct Region {
     /// Tasks of the protocol that are carried out together.
     protections: Vec<(u64, u64, Right)>,
     batch: PageBatch,
+    /// Units that this node hands out, of a region of a heap.
+    arena: Option<Arena>,
     number: u32,
     sheet: Arc<Sheet>,
 }
@@ -142,6 +147,7 @@ pub(crate) struct Driver {
     outcomes: Vec<Option<sync::Outcome>>,
     pulls: Vec<Option<Pull>>,
     free_pulls: Vec<u32>,
+    requests: heap::Requests,
     /// Waits for other nodes at the time of the last questions, with their beginnings.
     waits: BTreeMap<Wait, Instant>,
     /// Grows with all that a waiting thread may look at.
@@ -179,6 +185,7 @@ impl Driver {
             outcomes: vec![None; sync::THREADS_MAX.into()],
             pulls: Vec::new(),
             free_pulls: Vec::new(),
+            requests: heap::Requests::default(),
             waits: BTreeMap::new(),
             changes: 0,
             failure: None,
@@ -220,6 +227,18 @@ impl Driver {
             .and_then(|peer| peer.loss.as_ref());
         let reason = loss.map_or_else(|| "the others have expelled it".to_owned(), Loss::to_string);
         Some((node, reason))
+    }
+
+    /// Returns the reason for which a node is gone, if it is or this one was expelled.
+    pub(crate) fn loss_of(&self, node: NodeId) -> Option<String> {
+        if self.membership.members().any(|member| member == node) {
+            return None;
+        }
+        let loss = self.peers.get(node.number() as usize)?.loss.as_ref();
+        Some(loss.map_or_else(
+            || "the others have expelled this node".to_owned(),
+            Loss::to_string,
+        ))
     }
 
     /// Returns the members.
@@ -447,6 +466,13 @@ impl Driver {
                 self.lose(number, Loss::Message(kind));
             }
             self.changes += 1;
+            return;
+        }
+        if HeapMessage::has_kind(kind) {
+            let message = HeapMessage::parse(&bytes);
+            if !message.is_ok_and(|message| self.heap_message(number, message)) {
+                self.lose(number, Loss::Message(kind));
+            }
             return;
         }
         if MembershipMessage::has_kind(kind) {

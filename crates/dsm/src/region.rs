@@ -136,6 +136,10 @@ impl<'a> Region<'a> {
         self.mapping().address()
     }
 
+    pub(crate) fn number(&self) -> u32 {
+        self.number
+    }
+
     /// Returns the number of bytes.
     pub fn bytes(&self) -> u64 {
         self.pages.geometry().bytes()

@@ -20,11 +20,13 @@ use rdmux_runtime::Waiting;
 use rdmux_verbs::provider::Waker;
 use rdmux_verbs::{Fault, ProtectionDomain};
 use rdmux_wire::dsm::joining::{Joining, Step};
+use rdmux_wire::dsm::{NodeId, heap as heap_message};
 
 pub use self::error::Error;
 use crate::cluster::Cluster;
 use crate::driver::{Answer, Driver, Making, Offer, Queues, REGIONS_MAX};
 use crate::geometry::Geometry;
+use crate::heap::{self, Arena, Heap, HeapOptions};
 use crate::memory::userfault::{Abilities, Delivery};
 use crate::memory::{self, Access, Costs, View};
 use crate::placement::{Digest, Placement};
@@ -225,6 +227,29 @@ impl Session {
     /// The nodes do not agree, a node is gone, or this one lacks memory or rights.
     pub fn region(&self, options: &RegionOptions) -> Result<Region<'_>, Error> {
         let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
+        self.make(&mut regions, options, None)
+    }
+
+    /// Makes a heap. All nodes call it, in the order of regions and heaps, with the same settings; it returns when all have. It has as many regions as
+    /// there are sizes of objects.
+    ///
+    /// # Errors
+    /// As [`Session::region`].
+    pub fn heap(&self, options: &HeapOptions) -> Result<Heap<'_>, Error> {
+        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
+        let plan = heap::Plan::new(options, self.node(), self.nodes())?;
+        let planned = plan.regions.into_iter();
+        let made = planned.map(|(options, units)| self.make(&mut regions, &options, Some(units)));
+        Ok(Heap::new(self, made.collect::<Result<_, Error>>()?))
+    }
+
+    /// Makes a region of the next number, of which this node hands out some units.
+    fn make(
+        &self,
+        regions: &mut u32,
+        options: &RegionOptions,
+        units: Option<Range<u32>>,
+    ) -> Result<Region<'_>, Error> {
         let number = *regions;
         if number as usize >= REGIONS_MAX {
             return Err(Error::TooManyRegions);
@@ -233,6 +258,7 @@ impl Session {
             session: self,
             number,
             options,
+            arena: units.map(Arena::new),
         };
         let geometry = Geometry::new(options.bytes, options.unit);
         let region = geometry.and_then(|geometry| agreement.reach(geometry));
@@ -268,6 +294,7 @@ struct Agreement<'a, 'o> {
     session: &'a Session,
     number: u32,
     options: &'o RegionOptions,
+    arena: Option<Arena>,
 }
 
 impl<'a> Agreement<'a, '_> {
@@ -282,9 +309,7 @@ impl<'a> Agreement<'a, '_> {
             } else {
                 let offer = self.wait_for_offer(attempt)?;
                 if offer.pages != system_pages(geometry) || offer.digest != self.digest() {
-                    return Err(Error::OtherSettings {
-                        region: self.number,
-                    });
+                    return Err(Error::OtherSettings { region: self.number });
                 }
                 match self.map(geometry, Some(offer.address)) {
                     Err(Error::Memory(memory::Error::Place(error))) => {
@@ -361,7 +386,7 @@ impl<'a> Agreement<'a, '_> {
             epoch: driver.epoch(),
             members: driver.members(),
         };
-        driver.add(pages.clone(), mr, &settings);
+        driver.add(pages.clone(), mr, &settings, self.arena.clone());
         let bytes = geometry.bytes();
         driver.sheet().add_region(self.number, bytes, self.options.mode);
         if driver.own().number() == 0 {
@@ -729,6 +754,33 @@ impl Shared {
             match pages.allow(unit, access) {
                 true => f().map(Some).map_err(|fault| Error::Failed(fault.to_string())),
                 false => Ok(None),
+            }
+        })
+    }
+
+    /// Asks a node to allocate or free units of a region, and waits for the answer.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if the node is.
+    pub(crate) fn memory(
+        &self,
+        home: NodeId,
+        region: u32,
+        request: heap_message::Body,
+    ) -> Result<heap_message::Body, Error> {
+        let mut ticket = None;
+        self.wait(|driver| {
+            let ticket = *ticket.get_or_insert_with(|| driver.ask_for_memory(home, region, request));
+            if let Some(answer) = driver.take_memory(ticket) {
+                return Ok(Some(answer));
+            }
+            match driver.loss_of(home) {
+                Some(reason) => {
+                    driver.give_up_memory(ticket);
+                    let node = home.number();
+                    Err(Error::Gone { node, reason })
+                }
+                None => Ok(None),
             }
         })
     }

@@ -49,7 +49,9 @@ fn tshark(file: &Path, filter: &str, fields: &[&str]) -> Option<Vec<String>> {
 fn tshark_once(file: &Path, filter: &str, fields: &[&str]) -> Option<Vec<String>> {
     let mut seen = HashSet::new();
     let lines = tshark(file, filter, fields)?;
-    let split = lines.iter().map(|line| line.rsplit_once('\t').expect("several fields"));
+    let split = lines
+        .iter()
+        .map(|line| line.rsplit_once('\t').expect("several fields"));
     let first = split.filter(|(packet, _)| seen.insert(packet.to_string()));
     Some(first.map(|(_, last)| last.to_owned()).collect())
 }
@@ -196,11 +198,7 @@ fn rdma__is_what_wireshark_takes_it_for() {
     };
     assert_eq!(accepts, ["32", "32"]);
     assert_eq!(message("nvme-rdma.cm.rej.status").unwrap(), ["0x0004"]);
-    let packet = [
-        "infiniband.bth.destqp",
-        "infiniband.bth.psn",
-        "_ws.col.Info",
-    ];
+    let packet = ["infiniband.bth.destqp", "infiniband.bth.psn", "_ws.col.Info"];
     let lines = tshark_once(&file, "nvme-rdma.cmd.qid == 1", &packet).unwrap();
     let known = lines.iter().filter_map(|line| Some(line.split_once(" | ")?.1));
     let known: Vec<_> = known.collect();

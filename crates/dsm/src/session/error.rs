@@ -131,7 +131,9 @@ pub enum Error {
     #[error("a region of {0} bytes cannot be made")]
     Size(u64),
     /// A unit cannot have so many bytes.
-    #[error("a unit of {0} bytes cannot be had: give a power of two from {UNIT_BYTES_MIN} to {UNIT_BYTES_MAX}")]
+    #[error(
+        "a unit of {0} bytes cannot be had: give a power of two from {UNIT_BYTES_MIN} to {UNIT_BYTES_MAX}"
+    )]
     Unit(u64),
     /// The homes of the units cannot be given.
     #[error(transparent)]
@@ -149,6 +151,42 @@ pub enum Error {
         address: u64,
         /// The node.
         node: u32,
+    },
+    /// A node has no room for an object.
+    #[error(
+        "node {node} has no room for an object of {bytes} bytes: free others, place it at another node, or make a larger heap"
+    )]
+    NoRoom {
+        /// The node.
+        node: u32,
+        /// Bytes of the object.
+        bytes: u64,
+    },
+    /// An object cannot be aligned so.
+    #[error(
+        "an object of {bytes} bytes cannot be aligned to {alignment}: no alignment is larger than a page"
+    )]
+    Object {
+        /// Bytes of the object.
+        bytes: u64,
+        /// Its alignment, in bytes.
+        alignment: u64,
+    },
+    /// What is freed is no object.
+    #[error(
+        "no object begins at {address:#x}, or it was freed already: free the address that was allocated, once"
+    )]
+    NotAllocated {
+        /// The address.
+        address: u64,
+    },
+    /// Bytes are not in the heap.
+    #[error("{bytes} bytes at {address:#x} are not in the place of one object of the heap")]
+    NotInHeap {
+        /// Their address.
+        address: u64,
+        /// Their number.
+        bytes: u64,
     },
     /// A thread cannot have a number.
     #[error("thread {0} is in use, or its number is not below {THREADS_MAX}")]
