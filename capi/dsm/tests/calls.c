@@ -107,7 +107,7 @@ static void objects(struct rdmux_dsm_thread *thread)
 	static const size_t sizes[SIZES] = {1, 64, 700, PAGE, 2 * PAGE + 1};
 	struct rdmux_dsm_heap *heap;
 	struct rdmux_dsm_region *board;
-	CHECK(rdmux_dsm_heap_make(session, 16 * PAGE, RDMUX_DSM_FAULTS_DEFAULT, &heap) == 0);
+	CHECK(rdmux_dsm_heap_make(session, 64 * PAGE, RDMUX_DSM_FAULTS_DEFAULT, &heap) == 0);
 	CHECK(rdmux_dsm_region_make(session, nodes * PAGE, NULL, &board) == 0);
 	char **own = (char **)((char *)rdmux_dsm_region_address(board) + node * PAGE);
 	uint32_t next = (node + 1) % nodes;
