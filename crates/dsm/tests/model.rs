@@ -24,7 +24,10 @@ fn check(worlds: &Worlds) {
 }
 
 #[test]
-#[cfg_attr(debug_assertions, ignore = "takes minutes without optimisation: add --release")]
+#[cfg_attr(
+    debug_assertions,
+    ignore = "takes minutes without optimisation: add --release"
+)]
 fn protocol__keeps_the_rules_in_all_states() {
     SMALL.iter().for_each(check);
     if std::env::var_os(ALL).is_some() {

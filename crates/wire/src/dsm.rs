@@ -30,11 +30,12 @@
 //! | 8 Locate | node | it wants to know the home, and to be it if there is none (to the unit's registrar, of regions with homes by first touch) |
 //! | 9 Home | registrar | the answer to Locate: the node is the home |
 //!
-//! Kinds from 32 on are those of [`sync`], whose messages are as long.
+//! [`heap`] has kinds 21 to 23, and [`sync`] those from 32 on; their messages are as long.
 
 pub mod sync;
 
 pub mod frame;
+pub mod heap;
 pub mod joining;
 pub mod membership;
 

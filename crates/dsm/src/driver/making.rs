@@ -5,6 +5,7 @@ use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::joining::{Joining, Step};
 
 use super::{Driver, REGIONS_MAX, Region};
+use crate::heap::Arena;
 use crate::memory::PageBatch;
 use crate::protocol;
 use crate::region::Pages;
@@ -129,8 +130,14 @@ impl Driver {
         self.send(0, joining.emit());
     }
 
-    /// Adds a region, whose pages this node has mapped: the others may use it from now on.
-    pub(crate) fn add(&mut self, pages: Pages, mr: MemoryRegion, settings: &protocol::Settings) {
+    /// Adds a region, whose pages this node has mapped and of which it hands out an arena: the others may use it from now on.
+    pub(crate) fn add(
+        &mut self,
+        pages: Pages,
+        mr: MemoryRegion,
+        settings: &protocol::Settings,
+        arena: Option<Arena>,
+    ) {
         let index = settings.region as usize;
         self.regions.resize_with(index, || None);
         self.regions.push(Some(Region {
@@ -140,6 +147,7 @@ impl Driver {
             keys: vec![None; self.peers.len()],
             protections: Vec::new(),
             batch: PageBatch::new(),
+            arena,
             number: settings.region,
             sheet: self.sheet.clone(),
         }));

@@ -36,6 +36,9 @@ pub enum HomesError {
     /// A range does not begin behind the one before.
     #[error("a range of units begins at {0}, which is not behind the beginning of the range before")]
     Unsorted(u64),
+    /// A node is none of those that share the region.
+    #[error("node {0} cannot be a home: it is none of the nodes")]
+    Stranger(u32),
 }
 
 impl Homes {
