@@ -91,11 +91,16 @@ fn errno_of(error: &Error) -> c_int {
         | Error::Differs { .. }
         | Error::OtherSettings { .. } => libc::EPROTO,
         Error::Stranger { .. } => libc::EACCES,
-        Error::Gone { .. } | Error::Lost { .. } | Error::Call(sync::Failure::Gone(_)) => GONE,
+        Error::Gone { .. }
+        | Error::Lost { .. }
+        | Error::Unreleased { .. }
+        | Error::Call(sync::Failure::Gone(_)) => GONE,
         Error::NoRoom { .. } => libc::ENOMEM,
         Error::Object { .. } | Error::NotAllocated { .. } | Error::NotInHeap { .. } => libc::EINVAL,
         Error::TooManyRegions | Error::Call(sync::Failure::NoRoom) => libc::ENOSPC,
-        Error::FaultMode(_) | Error::Size(_) | Error::Unit(_) | Error::Homes(_) => libc::EINVAL,
+        Error::FaultMode(_) | Error::Size(_) | Error::Unit(_) | Error::Homes(_) | Error::NoFirstTouch => {
+            libc::EINVAL
+        }
         Error::ThreadNumber(number) if *number < THREADS_MAX => libc::EBUSY,
         Error::ThreadNumber(_) => libc::EINVAL,
         Error::Memory(memory::Error::NotPermitted) => libc::EPERM,
@@ -119,6 +124,7 @@ fn node_of(error: &Error) -> Option<u32> {
         | Error::Gone { node, .. }
         | Error::Differs { node, .. }
         | Error::NoRoom { node, .. }
+        | Error::Unreleased { node }
         | Error::Lost { node, .. } => Some(*node),
         Error::Call(sync::Failure::Gone(node)) => Some(node.number()),
         Error::OtherSettings { .. } => Some(0),

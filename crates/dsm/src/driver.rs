@@ -6,13 +6,14 @@
 mod heap;
 mod making;
 mod presence;
+mod release;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
-use rdmux_verbs::{Arm, CompletionQueue, MemoryRegion, RemoteBuffer, Status, WcOpcode, WorkCompletion};
+use rdmux_verbs::{Arm, CompletionQueue, MemoryRegion, RemoteBuffer, Sge, Status, WcOpcode, WorkCompletion};
 use rdmux_wire::dsm::frame::SLOTS;
 use rdmux_wire::dsm::heap::Heap as HeapMessage;
 use rdmux_wire::dsm::joining::Joining;
@@ -22,6 +23,8 @@ use rdmux_wire::dsm::{Body, MESSAGE_LEN, Message, NodeId, sync as wire_sync};
 pub(crate) use self::making::{Answer, Making, Offer};
 pub(crate) use self::presence::Patience;
 use self::presence::{Questions, Wait};
+pub(crate) use self::release::Shadow;
+use self::release::{Coherence, ReleaseRead};
 use crate::heap::Arena;
 use crate::link::{Link, LinkError, WorkId};
 use crate::membership::{self, Membership};
@@ -96,7 +99,7 @@ struct Peer {
 #[derive(Debug)]
 pub(crate) struct Region {
     pages: Pages,
-    protocol: protocol::Node,
+    coherence: Coherence,
     /// The region of the alias. Others read it.
     mr: MemoryRegion,
     /// Keys of the others' aliases, by the numbers of the nodes.
@@ -110,14 +113,22 @@ pub(crate) struct Region {
     sheet: Arc<Sheet>,
 }
 
-/// A read of another node's unit that is in progress.
+/// A read of another node's memory that is in progress.
 #[derive(Clone, Copy, Debug)]
 struct Pull {
     region: u32,
-    unit: u64,
-    task: u64,
     /// The node that is read from.
     from: u32,
+    read: Read,
+}
+
+/// Purpose of a read.
+#[derive(Clone, Copy, Debug)]
+enum Read {
+    /// The contents of a unit, for a task of the protocol.
+    Contents { unit: u64, task: u64 },
+    /// Something of a region with release consistency.
+    Release(ReleaseRead),
 }
 
 /// Queues of the completions of all links.
@@ -501,7 +512,7 @@ impl Driver {
             self.lose(number, Loss::Message(kind));
             return;
         };
-        let taken = region.protocol.handle_message(from, &message);
+        let taken = region.coherence.handle_message(from, &message);
         if matches!(message.body, Body::Recall(_)) {
             self.sheet.count_peer(number, PeerCounter::RecallsReceived, 1);
         }
@@ -561,7 +572,7 @@ impl Driver {
 
     /// Asks for a right to a unit, unless this node has it or has asked.
     pub(crate) fn ask(&mut self, number: u32, pages: &Pages, unit: u32, access: Access) {
-        let is_asked = |region: &mut Region| region.protocol.is_awaited(unit.into());
+        let is_asked = |region: &mut Region| region.coherence.is_awaited(unit.into());
         if !pages.allow(unit, access) && !self.region(number).is_none_or(is_asked) {
             self.fault(number, unit, access);
         }
@@ -575,7 +586,7 @@ impl Driver {
             (Access::Write, PageState::Shared) => RegionCounter::UpgradeFaults,
             (Access::Write, _) => RegionCounter::WriteFaults,
         };
-        region.protocol.handle_fault(unit.into(), access);
+        region.coherence.handle_fault(unit.into(), access);
         self.events += 1;
         self.sheet.count_region(number, counter, 1);
         self.decided(number);
@@ -596,8 +607,14 @@ impl Driver {
     }
 
     fn carry_out_of(&mut self, number: u32) {
+        if self.carry_out_release(number) {
+            return;
+        }
         while let Some(region) = self.region(number) {
-            let Some(action) = region.protocol.poll_action() else {
+            let Coherence::Sequential(protocol) = &mut region.coherence else {
+                return;
+            };
+            let Some(action) = protocol.poll_action() else {
                 let changed = region.protect();
                 match changed {
                     Ok(0) => return,
@@ -616,12 +633,8 @@ impl Driver {
                 Action::Pull { unit, task, from } => {
                     let region = number;
                     let from = from.number();
-                    self.pull(Pull {
-                        region,
-                        unit,
-                        task,
-                        from,
-                    });
+                    let read = Read::Contents { unit, task };
+                    self.read_memory(Pull { region, from, read });
                 }
                 Action::Protect { unit, task, right } => region.protections.push((unit, task, right)),
                 Action::Wake { unit } => {
@@ -675,19 +688,16 @@ impl Driver {
         (0..self.peers.len() as u32).for_each(|to| self.send(to, message));
     }
 
-    fn pull(&mut self, pull: Pull) {
+    /// Begins to read memory of another node.
+    fn read_memory(&mut self, pull: Pull) {
         let from = pull.from;
         let index = self.free_pulls.pop().unwrap_or_else(|| {
             self.pulls.push(None);
             self.pulls.len() as u32 - 1
         });
         self.pulls[index as usize] = Some(pull);
-        let buffers = self.region(pull.region).and_then(|region| {
-            let key = region.keys.get(from as usize).copied().flatten()?;
-            let bytes = region.pages.geometry().bytes_of(pull.unit as u32);
-            let into = region.mr.sge(bytes.start, (bytes.end - bytes.start) as u32);
-            Some((into, key.slice(bytes)?))
-        });
+        let region = self.region(pull.region);
+        let buffers = region.and_then(|region| region.buffers(&pull));
         let posted = match (buffers, self.link(from)) {
             (Some((into, from)), Some(link)) => link.read(into, from, index).map_err(Some),
             _ => Err(None),
@@ -708,6 +718,14 @@ impl Driver {
             return;
         };
         self.free_pulls.push(index);
+        let (unit, task) = match pull.read {
+            Read::Contents { unit, task } => (unit, task),
+            Read::Release(read) => {
+                self.release_read(pull.region, from, read, has_landed);
+                self.decided(pull.region);
+                return;
+            }
+        };
         let bytes = self
             .region(pull.region)
             .map(|region| region.pages.geometry().unit_bytes());
@@ -719,7 +737,7 @@ impl Driver {
             self.sheet.count_peer(from, PeerCounter::FetchedBytes, bytes);
         }
         if let Some(region) = self.region(pull.region) {
-            region.protocol.handle_pulled(pull.unit, pull.task, has_landed);
+            region.coherence.handle_pulled(unit, task, has_landed);
         }
         self.decided(pull.region);
     }
@@ -791,7 +809,7 @@ impl Driver {
         self.sheet.end_peer(node.number(), epoch);
         for number in 0..self.regions.len() as u32 {
             if let Some(region) = self.region(number) {
-                region.protocol.handle_gone(epoch, &[node]);
+                region.coherence.handle_gone(epoch, &[node]);
                 self.decided(number);
             }
         }
@@ -814,6 +832,19 @@ impl Driver {
 }
 
 impl Region {
+    /// Returns the memory here and there of a read.
+    fn buffers(&self, pull: &Pull) -> Option<(Sge, RemoteBuffer)> {
+        match pull.read {
+            Read::Contents { unit, .. } => {
+                let key = self.keys.get(pull.from as usize).copied().flatten()?;
+                let bytes = self.pages.geometry().bytes_of(unit as u32);
+                let into = self.mr.sge(bytes.start, (bytes.end - bytes.start) as u32);
+                Some((into, key.slice(bytes)?))
+            }
+            Read::Release(read) => self.release_buffers(pull.from, read),
+        }
+    }
+
     /// Protects the view of all pages as the protocol has said, together. Returns their number.
     fn protect(&mut self) -> Result<usize, memory::Error> {
         let protections = std::mem::take(&mut self.protections);
@@ -847,8 +878,10 @@ impl Region {
             None => view.apply(&mut self.batch).map(|_| ()),
         };
         let count = protections.len();
-        for (unit, task, _) in &protections {
-            self.protocol.handle_protected(*unit, *task);
+        if let Coherence::Sequential(protocol) = &mut self.coherence {
+            for (unit, task, _) in &protections {
+                protocol.handle_protected(*unit, *task);
+            }
         }
         // The memory serves again.
         self.protections = protections;

@@ -1,6 +1,6 @@
 //! Distributed shared memory: one address space for processes of one host or many.
 //!
-//! [`protocol`] decides which node may access what, and [`sync`] which thread goes on: neither has I/O or a clock. [`memory`] changes what the
+//! [`protocol`] and [`release`] decide which node may access what, and [`sync`] which thread goes on: none has I/O or a clock. [`memory`] changes what the
 //! threads of a process may do with the pages of a region, and knows no other process. A [`Session`] joins them with other nodes' over RDMA.
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
@@ -19,6 +19,7 @@ mod peers;
 mod placement;
 pub mod protocol;
 mod region;
+pub mod release;
 mod session;
 mod signal;
 pub mod stat;
@@ -34,7 +35,7 @@ pub use heap::{Heap, HeapOptions, Place};
 pub use placement::Placement;
 pub use rdmux_wire::dsm::joining::VERSION;
 pub use region::Region;
-pub use session::{Error, FaultMode, RegionOptions, Session};
+pub use session::{Consistency, Error, FaultMode, RegionOptions, Session};
 pub use stat::Stat;
 pub use thread::{LockGuard, Thread};
 

@@ -64,6 +64,24 @@ mutants! {
     /// A node gets to read while another one gets to write.
     WriterJoined,
 
+    // Those of release consistency.
+    /// The log has a notice before the homes have the writes.
+    NoticedEarly,
+    /// The home's view of a unit stays unprotected when the home releases it.
+    HomeUnprotected,
+    /// A unit that was written is taken away without a flush.
+    DirtyDropped,
+    /// Contents that were read before a notice count as read after it.
+    StaleTaken,
+    /// A unit is written without a twin of its own.
+    TwinForgotten,
+    /// A release that begins while one is carried out ends with that.
+    RoundShared,
+    /// A log that has lapped has no notices.
+    LapForgotten,
+    /// The notices of a node that is gone are forgotten.
+    DepartureForgotten,
+
     // Those of synchronisation.
     /// A lock that others share is given to one for itself.
     WriterAmongReaders,

@@ -115,6 +115,12 @@ impl Peers {
         self.place(node).is_some()
     }
 
+    /// Returns the members, in the order of their numbers.
+    pub(crate) fn members(&self) -> impl Iterator<Item = NodeId> {
+        let peers = self.peers.iter().zip(&*self.first);
+        peers.filter(|(peer, _)| peer.is_member).map(|(_, node)| *node)
+    }
+
     /// Returns the nodes that have left, in this order, and the epochs with which this node heard of that.
     pub(crate) fn departed(&self) -> &[(u64, NodeId)] {
         &self.departed

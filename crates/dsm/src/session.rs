@@ -24,7 +24,7 @@ use rdmux_wire::dsm::{NodeId, heap as heap_message};
 
 pub use self::error::Error;
 use crate::cluster::Cluster;
-use crate::driver::{Answer, Driver, Making, Offer, Queues, REGIONS_MAX};
+use crate::driver::{Answer, Driver, Making, Offer, Queues, REGIONS_MAX, Shadow};
 use crate::geometry::Geometry;
 use crate::heap::{self, Arena, Heap, HeapOptions};
 use crate::memory::userfault::{Abilities, Delivery};
@@ -89,6 +89,20 @@ impl FaultMode {
     }
 }
 
+/// Order in which nodes see each other's accesses to a region.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantArray,
+)]
+#[strum(serialize_all = "lowercase")]
+pub enum Consistency {
+    /// All nodes see all accesses in one order: a node that writes a page is the only one that has it.
+    #[default]
+    Sequential,
+    /// A node sees the writes of another one when it has synchronised with it by the calls of [`Thread`]. Several nodes may write a page at the same
+    /// time. For programs without data races this is as [`Consistency::Sequential`].
+    Release,
+}
+
 /// Settings of a region, the same on all nodes but for the mode.
 #[derive(Clone, Debug)]
 pub struct RegionOptions {
@@ -101,6 +115,8 @@ pub struct RegionOptions {
     pub homes: Placement,
     /// The way by which faults are answered at this node.
     pub mode: FaultMode,
+    /// The order of accesses of different nodes.
+    pub consistency: Consistency,
 }
 
 impl RegionOptions {
@@ -119,7 +135,14 @@ impl RegionOptions {
             unit: rustix::param::page_size() as u64,
             homes: Placement::InTurn(1),
             mode,
+            consistency: Consistency::Sequential,
         }
+    }
+
+    /// Sets the order of accesses of different nodes.
+    #[must_use]
+    pub fn consistency(self, consistency: Consistency) -> RegionOptions {
+        RegionOptions { consistency, ..self }
     }
 }
 
@@ -150,6 +173,8 @@ pub(crate) struct Shared {
     lease: Duration,
     /// Time that all nodes had to join.
     joining: Duration,
+    /// There are regions with release consistency.
+    has_release: AtomicBool,
     /// Regions whose faults the service thread reads.
     readers: Mutex<Vec<(u32, Pages)>>,
 }
@@ -173,6 +198,7 @@ impl Session {
             stops: AtomicBool::new(false),
             lease: cluster.lease,
             joining: timeout,
+            has_release: AtomicBool::new(false),
             readers: Mutex::default(),
         });
         let service = {
@@ -207,6 +233,8 @@ impl Session {
 
     /// Takes back the number of a thread.
     pub(crate) fn end_thread(&self, number: u16) {
+        // What cannot be released is lost, as the next touch says.
+        let _ = self.shared.release();
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         threads.remove(&number);
     }
@@ -274,6 +302,8 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
+        // What cannot be released is lost, as all that other nodes had here.
+        let _ = self.shared.release();
         let deadline = Instant::now() + self.cluster.lease;
         let sent = |driver: &mut Driver| driver.has_sent_all() || Instant::now() >= deadline;
         // A node that waits for something of this one's last messages gets it.
@@ -301,6 +331,9 @@ impl<'a> Agreement<'a, '_> {
     fn reach(&self, geometry: Geometry) -> Result<Region<'a>, Error> {
         let own = self.session.cluster.own();
         let homes = self.options.homes.homes(self.session.cluster.nodes().collect())?;
+        if homes.is_first_touch() && self.options.consistency == Consistency::Release {
+            return Err(Error::NoFirstTouch);
+        }
         // Earlier views stay mapped: the others may still read them.
         let mut earlier = Vec::new();
         for attempt in 0..ATTEMPTS {
@@ -351,7 +384,8 @@ impl<'a> Agreement<'a, '_> {
     }
 
     fn digest(&self) -> u64 {
-        let digest = Digest::NEW.add(self.options.unit);
+        let is_release = self.options.consistency == Consistency::Release;
+        let digest = Digest::NEW.add(self.options.unit).add(is_release.into());
         self.options.homes.digest(digest).value()
     }
 
@@ -378,6 +412,15 @@ impl<'a> Agreement<'a, '_> {
             FaultMode::Inline | FaultMode::Mprotect => Delivery::Signal,
         };
         let pages = Pages::new(view, delivery, geometry);
+        let nodes = self.session.cluster.nodes().count() as u32;
+        let shadow = match self.options.consistency {
+            Consistency::Sequential => None,
+            Consistency::Release => {
+                let (bytes, unit) = (geometry.bytes(), geometry.unit_bytes());
+                Some(Shadow::new(&self.session.pd, bytes, unit, nodes)?)
+            }
+        };
+        let shadow_key = shadow.as_ref().map_or(0, Shadow::key);
         let mut driver = self.session.shared.lock();
         let settings = Settings {
             region: self.number,
@@ -386,7 +429,10 @@ impl<'a> Agreement<'a, '_> {
             epoch: driver.epoch(),
             members: driver.members(),
         };
-        driver.add(pages.clone(), mr, &settings, self.arena.clone());
+        if shadow.is_some() {
+            self.session.shared.has_release.store(true, Ordering::Release);
+        }
+        driver.add(pages.clone(), mr, &settings, self.arena.clone(), shadow);
         let bytes = geometry.bytes();
         driver.sheet().add_region(self.number, bytes, self.options.mode);
         if driver.own().number() == 0 {
@@ -401,7 +447,8 @@ impl<'a> Agreement<'a, '_> {
                 },
             ));
         }
-        driver.tell_all(&self.joining(attempt, Step::Mapped { key }));
+        let shadow = shadow_key;
+        driver.tell_all(&self.joining(attempt, Step::Mapped { key, shadow }));
         Ok(pages)
     }
 
@@ -480,11 +527,15 @@ fn check(driver: &Driver) -> Result<(), Error> {
     }
 }
 
+/// Checks that the system has refused nothing.
+fn check_failure(driver: &Driver) -> Result<(), Error> {
+    let failed = |error: &memory::Error| Err(Error::Failed(error.to_string()));
+    driver.failure().map_or(Ok(()), failed)
+}
+
 /// Checks that a unit can be had.
 fn check_unit(driver: &Driver, pages: &Pages, unit: u32) -> Result<(), Error> {
-    if let Some(error) = driver.failure() {
-        return Err(Error::Failed(error.to_string()));
-    }
+    check_failure(driver)?;
     match pages.lost(unit) {
         Some(node) => Err(Error::Lost {
             address: pages.address_of(unit),
@@ -782,6 +833,41 @@ impl Shared {
                 }
                 None => Ok(None),
             }
+        })
+    }
+
+    /// Releases all that the threads of this node have written.
+    ///
+    /// # Errors
+    /// [`Error::Unreleased`]: what other nodes are the homes of is released all the same.
+    pub(crate) fn release(&self) -> Result<(), Error> {
+        if !self.has_release.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut rounds = None;
+        self.wait_by(&FOR_PAGES, |driver| {
+            check_failure(driver)?;
+            let rounds = rounds.get_or_insert_with(|| driver.begin_release());
+            let node = |it: NodeId| it.number();
+            let released = driver.released(rounds).map_err(node);
+            let released = released.map_err(|node| Error::Unreleased { node })?;
+            Ok(released.then_some(()))
+        })
+    }
+
+    /// Acquires what other nodes have released.
+    ///
+    /// # Errors
+    /// The system has refused a change of pages.
+    pub(crate) fn acquire_released(&self) -> Result<(), Error> {
+        if !self.has_release.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let mut rounds = None;
+        self.wait_by(&FOR_PAGES, |driver| {
+            check_failure(driver)?;
+            let rounds = rounds.get_or_insert_with(|| driver.begin_acquire());
+            Ok(driver.acquired(rounds).then_some(()))
         })
     }
 

@@ -134,6 +134,23 @@ impl<'a> Thread<'a> {
         self.call_for_value(Call::Load { object })
     }
 
+    /// Releases what this node has written in regions with release consistency: threads of other nodes that acquire after that see it. Only programs
+    /// that synchronise by other means than the calls of this type need it.
+    ///
+    /// # Errors
+    /// The home of a page is gone: what was written there is lost.
+    pub fn release(&mut self) -> Result<(), Error> {
+        self.session.shared().release()
+    }
+
+    /// Acquires what other nodes have released before: see [`Thread::release`].
+    ///
+    /// # Errors
+    /// The system has refused a change of pages.
+    pub fn acquire(&mut self) -> Result<(), Error> {
+        self.session.shared().acquire_released()
+    }
+
     fn call_for_value(&mut self, call: Call) -> Result<u64, Error> {
         match self.call(call)? {
             Success::Value(value) => Ok(value),
@@ -147,6 +164,26 @@ impl<'a> Thread<'a> {
     /// # Errors
     /// [`Error::Call`].
     pub fn call(&mut self, call: Call) -> Result<Success, Error> {
+        let shared = self.session.shared();
+        let (releases, acquires) = order_of(&call);
+        let released = match releases {
+            true => shared.release(),
+            false => Ok(()),
+        };
+        if !matches!(call, Call::Unlock { .. }) {
+            released?;
+            let success = self.carry_out(call)?;
+            if acquires {
+                shared.acquire_released()?;
+            }
+            return Ok(success);
+        }
+        // The others get the lock all the same.
+        let success = self.carry_out(call)?;
+        released.map(|()| success)
+    }
+
+    fn carry_out(&mut self, call: Call) -> Result<Success, Error> {
         let shared = self.session.shared();
         let number = self.number;
         let counter = counter_of(&call);
@@ -166,6 +203,16 @@ impl<'a> Thread<'a> {
 impl Drop for Thread<'_> {
     fn drop(&mut self) {
         self.session.end_thread(self.number);
+    }
+}
+
+/// Returns whether a call releases what this node has written before it, and acquires what others have released after it.
+fn order_of(call: &Call) -> (bool, bool) {
+    match call {
+        Call::Lock { .. } | Call::Load { .. } => (false, true),
+        Call::Unlock { .. } | Call::Signal { .. } | Call::Broadcast { .. } => (true, false),
+        Call::Barrier { .. } | Call::Reduce { .. } | Call::Wait { .. } => (true, true),
+        Call::FetchAdd { .. } | Call::CompareSwap { .. } => (true, true),
     }
 }
 

@@ -2,6 +2,7 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod network;
+mod release_world;
 mod sync_world;
 mod world;
 
@@ -52,6 +53,24 @@ const CAUGHT: [(Mutant, &str); 28] = [
     (Mutant::WriterJoined, TWO_NODES),
 ];
 
+const TWO_LOCKS: &str = "2 nodes, 2 threads at one, 1 unit, 2 locks";
+const AT_HOME: &str = "2 nodes, 2 threads at the home, 1 unit, 2 locks";
+
+/// The smallest set in which each defect of release consistency breaks a rule.
+const RELEASE_CAUGHT: [(Mutant, &str); 8] = [
+    (Mutant::NoticedEarly, "3 nodes, 1 unit, false sharing, 2 locks"),
+    (Mutant::HomeUnprotected, AT_HOME),
+    (Mutant::DirtyDropped, TWO_LOCKS),
+    (Mutant::StaleTaken, TWO_LOCKS),
+    (
+        Mutant::TwinForgotten,
+        "2 nodes, 1 unit, false sharing between barriers",
+    ),
+    (Mutant::RoundShared, "2 nodes, 2 threads at one, 2 units, 2 locks"),
+    (Mutant::LapForgotten, "3 nodes, 2 units, a log of one"),
+    (Mutant::DepartureForgotten, "3 nodes, 1 unit, a crash of a writer"),
+];
+
 const LOCK: &str = "lock, 2 nodes, crash";
 const HOME: &str = "lock, 2 of 3 threads at the home, crash";
 const BARRIER: &str = "barrier, 3 nodes, crash";
@@ -87,7 +106,8 @@ const SYNC_CAUGHT: [(Mutant, &str); 18] = [
 
 #[test]
 fn defects__are_all_checked() {
-    let checked = CAUGHT.iter().chain(&SYNC_CAUGHT).map(|it| it.0);
+    let checked = CAUGHT.iter().chain(&RELEASE_CAUGHT).chain(&SYNC_CAUGHT);
+    let checked = checked.map(|it| it.0);
     assert!(checked.eq(Mutant::ALL.iter().copied()));
 }
 
@@ -105,6 +125,18 @@ fn model__catches_each_defect() {
         let worlds = Worlds {
             mutant: Some(mutant),
             ..worlds.clone()
+        };
+        print(mutant, name, worlds.check().broken);
+    }
+}
+
+#[test]
+fn release_model__catches_each_defect() {
+    for (mutant, name) in RELEASE_CAUGHT {
+        let worlds = release_world::SMALL.iter().find(|it| it.name == name);
+        let worlds = release_world::Worlds {
+            mutant: Some(mutant),
+            ..worlds.unwrap().clone()
         };
         print(mutant, name, worlds.check().broken);
     }

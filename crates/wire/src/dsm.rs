@@ -29,6 +29,10 @@
 //! | 7 Refuse | home | the unit was lost with the node |
 //! | 8 Locate | node | it wants to know the home, and to be it if there is none (to the unit's registrar, of regions with homes by first touch) |
 //! | 9 Home | registrar | the answer to Locate: the node is the home |
+//! | 10 Flush | node | read the unit and its twin from the sender, store the bytes that differ, and answer Flushed (of regions with release consistency) |
+//! | 11 Flushed | home | the answer to Flush: who reads the unit from the home has the sender's writes |
+//!
+//! Regions with release consistency have kinds 10 and 11 and no other ones. [`notice`] has what their nodes read from each other besides contents.
 //!
 //! [`heap`] has kinds 21 to 23, and [`sync`] those from 32 on; their messages are as long.
 
@@ -38,6 +42,7 @@ pub mod frame;
 pub mod heap;
 pub mod joining;
 pub mod membership;
+pub mod notice;
 
 use strum::VariantArray;
 
@@ -105,6 +110,10 @@ pub enum Body {
     Locate,
     /// The unit's home is this node.
     Home(NodeId),
+    /// The receiver must read the unit and its twin from the sender, store the bytes that differ, and answer [`Body::Flushed`].
+    Flush,
+    /// The receiver's writes of the [`Body::Flush`] are in the sender's memory.
+    Flushed,
 }
 
 /// A message.
@@ -179,6 +188,8 @@ impl Body {
             (7, Right::Invalid, Some(node)) => Body::Refuse(node),
             (8, Right::Invalid, None) => Body::Locate,
             (9, Right::Invalid, Some(node)) => Body::Home(node),
+            (10, Right::Invalid, None) => Body::Flush,
+            (11, Right::Invalid, None) => Body::Flushed,
             _ => return undefined("kind, right and node of a message", kind.into()),
         };
         Ok(body)
@@ -195,6 +206,8 @@ impl Body {
             Body::Refuse(node) => (7, Right::Invalid, Some(node)),
             Body::Locate => (8, Right::Invalid, None),
             Body::Home(node) => (9, Right::Invalid, Some(node)),
+            Body::Flush => (10, Right::Invalid, None),
+            Body::Flushed => (11, Right::Invalid, None),
         }
     }
 }
@@ -209,7 +222,7 @@ mod tests {
 
     const NODE: NodeId = NodeId(0x0a0b_0c0d);
 
-    const BODIES: [Body; 14] = [
+    const BODIES: [Body; 16] = [
         Body::Ask(Right::Shared),
         Body::Ask(Right::Exclusive),
         Body::Recall(Right::Invalid),
@@ -224,6 +237,8 @@ mod tests {
         Body::Refuse(NODE),
         Body::Locate,
         Body::Home(NODE),
+        Body::Flush,
+        Body::Flushed,
     ];
 
     const fn grant(right: Right, source: Option<NodeId>) -> Body {

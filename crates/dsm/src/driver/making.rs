@@ -4,6 +4,7 @@ use rdmux_verbs::{MemoryRegion, RKey, RemoteBuffer};
 use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::joining::{Joining, Step};
 
+use super::release::{Coherence, Shadow};
 use super::{Driver, REGIONS_MAX, Region};
 use crate::heap::Arena;
 use crate::memory::PageBatch;
@@ -19,10 +20,19 @@ pub(crate) struct Offer {
     pub digest: u64,
 }
 
+/// Keys of a node's memory of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Keys {
+    /// That of the frames.
+    pub frames: u32,
+    /// That of its [`Shadow`], or 0.
+    pub shadow: u32,
+}
+
 /// Answer of a node to an [`Offer`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
-    Mapped(u32),
+    Mapped(Keys),
     Taken,
 }
 
@@ -95,7 +105,7 @@ impl Driver {
                 }
                 return is_first;
             }
-            Step::Mapped { key } => Answer::Mapped(key),
+            Step::Mapped { key, shadow } => Answer::Mapped(Keys { frames: key, shadow }),
             Step::Taken => Answer::Taken,
             Step::Differs => {
                 making.refused.get_or_insert(from);
@@ -130,18 +140,20 @@ impl Driver {
         self.send(0, joining.emit());
     }
 
-    /// Adds a region, whose pages this node has mapped and of which it hands out an arena: the others may use it from now on.
+    /// Adds a region, whose pages this node has mapped and of which it hands out an arena: the others may use it from now on. One with a shadow has
+    /// release consistency.
     pub(crate) fn add(
         &mut self,
         pages: Pages,
         mr: MemoryRegion,
         settings: &protocol::Settings,
         arena: Option<Arena>,
+        shadow: Option<Shadow>,
     ) {
         let index = settings.region as usize;
         self.regions.resize_with(index, || None);
         self.regions.push(Some(Region {
-            protocol: protocol::Node::new(self.own, settings),
+            coherence: Coherence::new(self.own, settings, shadow),
             pages,
             mr,
             keys: vec![None; self.peers.len()],
@@ -161,12 +173,13 @@ impl Driver {
 
     fn learn_key(&mut self, region: u32, from: u32, answer: Answer) {
         if let Some(region) = self.region(region)
-            && let Answer::Mapped(key) = answer
+            && let Answer::Mapped(keys) = answer
         {
+            region.coherence.learn_key(from, keys.shadow);
             region.keys[from as usize] = Some(RemoteBuffer {
                 address: 0,
                 length: region.mr.length(),
-                rkey: RKey(key),
+                rkey: RKey(keys.frames),
             });
         }
     }

@@ -97,7 +97,7 @@ impl Driver {
         let regions = (0..).zip(&self.regions);
         let pages = regions.filter_map(|(number, region)| Some((number, region.as_ref()?)));
         let pages =
-            pages.flat_map(|(number, it)| it.protocol.waits().map(move |wait| Wait::Page(number, wait)));
+            pages.flat_map(|(number, it)| it.coherence.waits().map(move |wait| Wait::Page(number, wait)));
         let epoch = self.membership.epoch();
         let members = self.membership.waits_for().map(|it| Wait::Membership(epoch, it));
         let waits = pages.chain(members).filter(|wait| wait.node() != self.own);

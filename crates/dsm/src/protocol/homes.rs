@@ -100,7 +100,7 @@ impl Homes {
     }
 
     /// Returns whether [`Homes::of`] is the registrar.
-    pub(super) fn is_first_touch(&self) -> bool {
+    pub(crate) fn is_first_touch(&self) -> bool {
         matches!(self.0, Rule::FirstTouch(_))
     }
 }

@@ -138,6 +138,9 @@ pub enum Error {
     /// The homes of the units cannot be given.
     #[error(transparent)]
     Homes(#[from] HomesError),
+    /// A region with release consistency has to have homes that all nodes know.
+    #[error("a region with release consistency cannot have homes by first touch: choose other homes")]
+    NoFirstTouch,
     /// Pages cannot be had or changed.
     #[error(transparent)]
     Memory(#[from] memory::Error),
@@ -187,6 +190,12 @@ pub enum Error {
         address: u64,
         /// Their number.
         bytes: u64,
+    },
+    /// Writes could not be released, as the home of their pages is gone.
+    #[error("writes were lost with node {node}, which was the home of their pages")]
+    Unreleased {
+        /// The node.
+        node: u32,
     },
     /// A thread cannot have a number.
     #[error("thread {0} is in use, or its number is not below {THREADS_MAX}")]

@@ -120,7 +120,7 @@ pub(crate) fn rounds(node: &mut Node) -> usize {
 /// Returns the node that an error names.
 pub(crate) fn named(error: &Error) -> u32 {
     match error {
-        Error::Gone { node, .. } | Error::Lost { node, .. } => *node,
+        Error::Gone { node, .. } | Error::Lost { node, .. } | Error::Unreleased { node } => *node,
         Error::Call(Failure::Gone(node)) => node.number(),
         other => panic!("{other}"),
     }

@@ -361,12 +361,12 @@ impl Played {
         let mapped = Joining {
             region: 0,
             attempt: 0,
-            step: Step::Mapped { key },
+            step: Step::Mapped { key, shadow: 0 },
         };
         for node in self.others() {
             self.send(node, mapped.emit());
             let key = self.receive(node, |message| match is_joining(message)?.step {
-                Step::Mapped { key } => Some(key),
+                Step::Mapped { key, .. } => Some(key),
                 _ => None,
             });
             self.peer(node).region = RKey(key.expect("a key"));

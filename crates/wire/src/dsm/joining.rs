@@ -28,7 +28,8 @@
 //! | 16..24 | address: of Propose; otherwise 0 |
 //! | 24..32 | pages: of Propose; otherwise 0 |
 //! | 32..40 | digest: of Propose, a checksum of the region's other settings; otherwise 0 |
-//! | 40..48 | 0 |
+//! | 40..44 | shadow: of Mapped in a region with release consistency, the R_Key by which the sender's twins and log are read; otherwise 0 |
+//! | 44..48 | 0 |
 //!
 //! | kind | from | meaning |
 //! |---|---|---|
@@ -128,6 +129,8 @@ pub enum Step {
     Mapped {
         /// R_Key by which the sender's frames are read; they begin at address 0.
         key: u32,
+        /// R_Key by which the sender's twins and log are read; 0 if there are none.
+        shadow: u32,
     },
     /// The address is in use at the sender.
     Taken,
@@ -158,7 +161,10 @@ impl Joining {
                     pages: le64(bytes, 24),
                     digest: le64(bytes, 32),
                 },
-                17 => Step::Mapped { key: le32(bytes, 12) },
+                17 => Step::Mapped {
+                    key: le32(bytes, 12),
+                    shadow: le32(bytes, 40),
+                },
                 18 => Step::Taken,
                 19 => Step::Differs,
                 20 => Step::Agreed,
@@ -193,7 +199,10 @@ impl Joining {
                 put(&mut bytes, 24, &pages.to_le_bytes());
                 put(&mut bytes, 32, &digest.to_le_bytes());
             }
-            Step::Mapped { key } => put(&mut bytes, 12, &key.to_le_bytes()),
+            Step::Mapped { key, shadow } => {
+                put(&mut bytes, 12, &key.to_le_bytes());
+                put(&mut bytes, 40, &shadow.to_le_bytes());
+            }
             Step::Taken | Step::Differs | Step::Agreed => {}
         }
         bytes
@@ -210,7 +219,10 @@ mod tests {
             pages: 0x1112_1314_1516_1718,
             digest: 0x2122_2324_2526_2728,
         },
-        Step::Mapped { key: 0x3132_3334 },
+        Step::Mapped {
+            key: 0x3132_3334,
+            shadow: 0x4142_4344,
+        },
         Step::Taken,
         Step::Differs,
         Step::Agreed,

@@ -1,0 +1,750 @@
+//! All states of small worlds with release consistency: nodes with real state machines, and memory, messages and reads of a model.
+#![allow(dead_code, reason = "not every test needs all of it")]
+
+use std::collections::{BTreeSet, HashSet};
+
+use rdmux_dsm::protocol::{Access, Homes, Message, NodeId, Right, Settings};
+use rdmux_dsm::release::{Action, Looked, Node, Run};
+
+use self::Op::{Barrier, Lock as L, Read as R, Unlock as U, Write as W};
+
+/// Words of a unit.
+pub(crate) const WORDS: usize = 2;
+
+type Words = [u8; WORDS];
+
+/// A step of a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Op {
+    /// Reads a word of a unit.
+    Read(usize, usize),
+    /// Writes a value that no other step writes.
+    Write(usize, usize, u8),
+    Lock(usize),
+    Unlock(usize),
+    /// Waits for all threads.
+    Barrier,
+}
+
+/// Programs, each of a thread at a site, and what happens to them.
+#[derive(Clone, Debug)]
+pub(crate) struct Worlds {
+    pub(crate) name: &'static str,
+    pub(crate) sites: usize,
+    /// Site of the home of each unit.
+    pub(crate) homes: &'static [usize],
+    pub(crate) threads: &'static [(usize, &'static [Op])],
+    /// Flushes that a home carries out at a time.
+    pub(crate) slots: usize,
+    /// Units that a log has room for.
+    pub(crate) log: usize,
+    pub(crate) duplicates: usize,
+    /// Site that may crash.
+    pub(crate) crash: Option<usize>,
+    #[cfg(feature = "mutants")]
+    pub(crate) mutant: Option<rdmux_dsm::mutant::Mutant>,
+}
+
+pub(crate) struct Checked {
+    pub(crate) states: usize,
+    /// A rule that was broken, with the steps before.
+    pub(crate) broken: Option<String>,
+}
+
+/// Progress of a thread in one step of its program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Stage {
+    Begin,
+    Releasing(u64),
+    /// At the barrier of a number.
+    Waiting(usize),
+    Acquiring(u64),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Thread {
+    site: usize,
+    at: usize,
+    stage: Stage,
+    /// It ended with an error, or with its node.
+    has_failed: bool,
+    /// Words that it has written and not released, with the values that they could have before.
+    unreleased: Vec<(usize, usize, BTreeSet<u8>)>,
+}
+
+/// A read of another site's memory, with what it has found.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Task {
+    Pull {
+        unit: usize,
+        task: u64,
+        found: Option<Words>,
+    },
+    Fetch {
+        unit: usize,
+        slot: usize,
+        from: usize,
+    },
+    Look {
+        from: usize,
+        found: Option<Vec<u32>>,
+        has_lapped: bool,
+    },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Site {
+    node: Node,
+    is_up: bool,
+    epoch: u64,
+    rights: Vec<Right>,
+    lost: Vec<bool>,
+    frames: Vec<Words>,
+    twins: Vec<Words>,
+    slots: Vec<(Words, Words)>,
+    log: Vec<u32>,
+    seen: Vec<usize>,
+    tasks: Vec<Task>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+struct Lock {
+    thread: Option<usize>,
+    /// Epoch of which the next thread has to know.
+    epoch: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct World {
+    sites: Vec<Site>,
+    threads: Vec<Thread>,
+    network: Vec<(NodeId, NodeId, Message)>,
+    locks: Vec<Lock>,
+    /// Threads that have come to the barriers so far.
+    arrived: usize,
+    duplicates: usize,
+    has_crashed: bool,
+    /// Values that a read of each word may return.
+    allowed: Vec<[BTreeSet<u8>; WORDS]>,
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Thread(usize),
+    Message(usize),
+    Duplicate(usize),
+    /// A read finds something, or ends if it has.
+    Task(usize, usize),
+    Crash,
+    Hear(usize),
+}
+
+fn id(site: usize) -> NodeId {
+    NodeId::new(site as u32).unwrap()
+}
+
+fn site(node: NodeId) -> usize {
+    node.number() as usize
+}
+
+impl Worlds {
+    /// Visits all states. Ends with the first rule that is broken.
+    pub(crate) fn check(&self) -> Checked {
+        #[cfg(feature = "mutants")]
+        rdmux_dsm::mutant::set(self.mutant);
+        let checked = self.visit();
+        #[cfg(feature = "mutants")]
+        rdmux_dsm::mutant::set(None);
+        checked
+    }
+
+    fn visit(&self) -> Checked {
+        let mut seen = HashSet::new();
+        let first = self.first();
+        seen.insert(first.clone());
+        // States on the way to the present one, each with the steps that are left to try.
+        let steps = first.steps(self);
+        let mut path: Vec<(World, Vec<Step>, Option<Step>)> = vec![(first, steps, None)];
+        while let Some((world, steps, _)) = path.last_mut() {
+            let Some(step) = steps.pop() else {
+                path.pop();
+                continue;
+            };
+            let mut next = world.clone();
+            let outcome = next.take(self, &step);
+            if outcome.is_ok() && !seen.insert(next.clone()) {
+                continue;
+            }
+            let steps = next.steps(self);
+            let broken = outcome.err().or_else(|| next.stuck(self, &steps));
+            path.push((next, steps, Some(step)));
+            if let Some(broken) = broken {
+                let steps: Vec<String> = path
+                    .iter()
+                    .filter_map(|it| it.2.as_ref())
+                    .map(|it| format!("{it:?}"))
+                    .collect();
+                return Checked {
+                    states: seen.len(),
+                    broken: Some(format!("{broken} after {}", steps.join(", "))),
+                };
+            }
+        }
+        Checked {
+            states: seen.len(),
+            broken: None,
+        }
+    }
+
+    fn first(&self) -> World {
+        let units = self.homes.len();
+        let ranges: Vec<(u64, NodeId)> = (0..)
+            .zip(self.homes)
+            .map(|(unit, home)| (unit, id(*home)))
+            .collect();
+        let settings = Settings {
+            region: 3,
+            units: units as u64,
+            homes: Homes::explicit(ranges).unwrap(),
+            epoch: 0,
+            members: (0..self.sites).map(id).collect(),
+        };
+        let make = |number| Site {
+            node: Node::new(id(number), &settings, self.slots),
+            is_up: true,
+            epoch: 0,
+            rights: vec![Right::Invalid; units],
+            lost: vec![false; units],
+            frames: vec![[0; WORDS]; units],
+            twins: vec![[0; WORDS]; units],
+            slots: vec![Default::default(); self.slots],
+            log: vec![],
+            seen: vec![0; self.sites],
+            tasks: vec![],
+        };
+        let thread = |(site, _): &(usize, _)| Thread {
+            site: *site,
+            at: 0,
+            stage: Stage::Begin,
+            has_failed: false,
+            unreleased: vec![],
+        };
+        World {
+            sites: (0..self.sites).map(make).collect(),
+            threads: self.threads.iter().map(thread).collect(),
+            network: vec![],
+            locks: vec![Lock::default(); 2],
+            arrived: 0,
+            duplicates: self.duplicates,
+            has_crashed: false,
+            allowed: vec![[0; WORDS].map(|value| BTreeSet::from([value])); units],
+        }
+    }
+}
+
+impl World {
+    fn steps(&self, worlds: &Worlds) -> Vec<Step> {
+        let mut steps: Vec<Step> = (0..self.threads.len())
+            .filter(|it| self.can_go_on(worlds, *it))
+            .map(Step::Thread)
+            .collect();
+        for (index, (_, to, message)) in self.network.iter().enumerate() {
+            let site = &self.sites[site(*to)];
+            if site.is_up && message.epoch <= site.epoch {
+                steps.push(Step::Message(index));
+                if self.duplicates > 0 {
+                    steps.push(Step::Duplicate(index));
+                }
+            }
+        }
+        for (number, site) in self.sites.iter().enumerate().filter(|it| it.1.is_up) {
+            steps.extend((0..site.tasks.len()).map(|task| Step::Task(number, task)));
+            if self.has_crashed && site.epoch == 0 {
+                steps.push(Step::Hear(number));
+            }
+        }
+        if worlds.crash.is_some() && !self.has_crashed {
+            steps.push(Step::Crash);
+        }
+        steps
+    }
+
+    /// Returns what is wrong if nothing can happen any more.
+    fn stuck(&self, worlds: &Worlds, steps: &[Step]) -> Option<String> {
+        if !steps.is_empty() {
+            return None;
+        }
+        let waits = |it: &(usize, &Thread)| !it.1.has_failed && it.1.at < worlds.threads[it.0].1.len();
+        let waiting = self.threads.iter().enumerate().find(waits);
+        waiting.map(|(number, thread)| format!("thread {number} waits for ever: {thread:?}"))
+    }
+
+    fn can_go_on(&self, worlds: &Worlds, number: usize) -> bool {
+        let thread = &self.threads[number];
+        let Some(op) = worlds.threads[number].1.get(thread.at) else {
+            return false;
+        };
+        let site = &self.sites[thread.site];
+        if thread.has_failed {
+            return false;
+        }
+        match (*op, thread.stage) {
+            (_, Stage::Acquiring(round)) => site.node.acquired(round),
+            (_, Stage::Releasing(round)) => site.node.released(round).is_some(),
+            (_, Stage::Waiting(until)) => self.arrived >= until,
+            (Op::Lock(lock), _) => self.locks[lock].thread.is_none() && self.locks[lock].epoch <= site.epoch,
+            (Op::Read(unit, _), _) => site.can(unit, Access::Read),
+            (Op::Write(unit, ..), _) => site.can(unit, Access::Write),
+            (Op::Unlock(_) | Barrier, _) => true,
+        }
+    }
+
+    fn take(&mut self, worlds: &Worlds, step: &Step) -> Result<(), String> {
+        match *step {
+            Step::Thread(number) => self.go_on(worlds, number)?,
+            Step::Message(index) => {
+                let (from, to, message) = self.network.remove(index);
+                let _ = self.sites[site(to)].node.handle_message(from, &message);
+                self.carry_out(site(to))?;
+            }
+            Step::Duplicate(index) => {
+                self.duplicates -= 1;
+                let (from, to, message) = self.network[index];
+                let _ = self.sites[site(to)].node.handle_message(from, &message);
+                self.carry_out(site(to))?;
+            }
+            Step::Task(number, task) => self.read(worlds, number, task)?,
+            Step::Crash => {
+                let crashed = worlds.crash.unwrap();
+                self.has_crashed = true;
+                self.sites[crashed].is_up = false;
+                self.sites[crashed].tasks.clear();
+                for number in 0..self.threads.len() {
+                    if self.threads[number].site == crashed {
+                        self.crash_thread(number);
+                    }
+                }
+            }
+            Step::Hear(number) => {
+                let gone = worlds.crash.unwrap();
+                self.end_tasks(worlds, number, gone)?;
+                let site = &mut self.sites[number];
+                site.epoch = 1;
+                site.node.handle_gone(1, &[id(gone)]);
+                self.carry_out(number)?;
+            }
+        }
+        self.network.sort_unstable();
+        self.sites.iter_mut().for_each(|site| site.tasks.sort_unstable());
+        Ok(())
+    }
+
+    fn crash_thread(&mut self, number: usize) {
+        let thread = &mut self.threads[number];
+        thread.has_failed = true;
+        for (unit, word, before) in std::mem::take(&mut thread.unreleased).into_iter().rev() {
+            self.allowed[unit][word].extend(before);
+        }
+        for lock in self.locks.iter_mut().filter(|it| it.thread == Some(number)) {
+            *lock = Lock {
+                thread: None,
+                epoch: 1,
+            };
+        }
+    }
+
+    /// Ends the reads of a node that is gone.
+    fn end_tasks(&mut self, worlds: &Worlds, number: usize, gone: usize) -> Result<(), String> {
+        let (ended, left): (Vec<Task>, Vec<Task>) = std::mem::take(&mut self.sites[number].tasks)
+            .into_iter()
+            .partition(|task| match task {
+                Task::Pull { unit, .. } => worlds.homes[*unit] == gone,
+                Task::Fetch { from, .. } | Task::Look { from, .. } => *from == gone,
+            });
+        self.sites[number].tasks = left;
+        let node = &mut self.sites[number].node;
+        for task in ended {
+            match task {
+                Task::Pull { unit, task, .. } => node.handle_pulled(unit as u64, task, false),
+                Task::Fetch { slot, .. } => node.handle_fetched(slot, false),
+                Task::Look { from, .. } => node.handle_looked(id(from), Looked::Failed),
+            }
+        }
+        self.carry_out(number)
+    }
+
+    /// Has a read find something, or ends it if it has.
+    fn read(&mut self, worlds: &Worlds, number: usize, task: usize) -> Result<(), String> {
+        let task = self.sites[number].tasks.remove(task);
+        let from = match task {
+            Task::Pull { unit, .. } => worlds.homes[unit],
+            Task::Fetch { from, .. } | Task::Look { from, .. } => from,
+        };
+        let source = &self.sites[from];
+        let has_found = matches!(
+            task,
+            Task::Pull { found: Some(_), .. } | Task::Look { found: Some(_), .. }
+        );
+        if !source.is_up && !has_found {
+            // It fails when the node is known to be gone.
+            let site = &mut self.sites[number];
+            match task {
+                Task::Pull { unit, task, .. } => site.node.handle_pulled(unit as u64, task, false),
+                Task::Fetch { slot, .. } => site.node.handle_fetched(slot, false),
+                Task::Look { from, .. } => site.node.handle_looked(id(from), Looked::Failed),
+            }
+            return self.carry_out(number);
+        }
+        match task {
+            Task::Pull {
+                unit,
+                task,
+                found: None,
+            } => {
+                let found = Some(source.frames[unit]);
+                self.sites[number].tasks.push(Task::Pull { unit, task, found });
+                return Ok(());
+            }
+            Task::Look {
+                from, found: None, ..
+            } => {
+                let seen = self.sites[number].seen[from];
+                let news = source.log[seen..].to_vec();
+                let has_lapped = news.len() > worlds.log;
+                let end = source.log.len();
+                self.sites[number].seen[from] = end;
+                let found = Some(news);
+                self.sites[number].tasks.push(Task::Look {
+                    from,
+                    found,
+                    has_lapped,
+                });
+                return Ok(());
+            }
+            Task::Pull {
+                unit,
+                task,
+                found: Some(words),
+            } => {
+                let site = &mut self.sites[number];
+                if site.rights[unit] != Right::Invalid {
+                    return Err(format!(
+                        "site {number} reads unit {unit} into memory that its program uses"
+                    ));
+                }
+                site.frames[unit] = words;
+                site.node.handle_pulled(unit as u64, task, true);
+            }
+            Task::Fetch { unit, slot, from } => {
+                let copies = (source.frames[unit], source.twins[unit]);
+                if source.rights[unit] == Right::Exclusive {
+                    return Err(format!(
+                        "site {number} fetches unit {unit} that site {from} writes"
+                    ));
+                }
+                let site = &mut self.sites[number];
+                site.slots[slot] = copies;
+                site.node.handle_fetched(slot, true);
+            }
+            Task::Look {
+                from,
+                found: Some(units),
+                has_lapped,
+            } => {
+                let runs = units
+                    .iter()
+                    .map(|unit| Run {
+                        first: *unit,
+                        count: 1,
+                    })
+                    .collect();
+                let looked = match has_lapped {
+                    true => Looked::Lapped,
+                    false => Looked::Runs(runs),
+                };
+                self.sites[number].node.handle_looked(id(from), looked);
+            }
+        }
+        self.carry_out(number)
+    }
+
+    /// Carries out what a site's state machine has decided.
+    fn carry_out(&mut self, number: usize) -> Result<(), String> {
+        while let Some(action) = self.sites[number].node.poll_action() {
+            let site = &mut self.sites[number];
+            match action {
+                Action::Send { to, message } => self.network.push((id(number), to, message)),
+                Action::Pull { unit, task } => site.tasks.push(Task::Pull {
+                    unit: unit as usize,
+                    task,
+                    found: None,
+                }),
+                Action::Copy { unit } => site.twins[unit as usize] = site.frames[unit as usize],
+                Action::Protect { unit, right } => site.rights[unit as usize] = right,
+                Action::Wake { .. } | Action::Ended => {}
+                Action::Poison { unit, .. } => {
+                    site.lost[unit as usize] = true;
+                    site.rights[unit as usize] = Right::Invalid;
+                }
+                Action::Fetch { unit, slot, from } => site.tasks.push(Task::Fetch {
+                    unit: unit as usize,
+                    slot,
+                    from: from.number() as usize,
+                }),
+                Action::Apply { unit, slot } => {
+                    let (frame, twin) = site.slots[slot];
+                    for word in (0..WORDS).filter(|word| frame[*word] != twin[*word]) {
+                        site.frames[unit as usize][word] = frame[word];
+                    }
+                }
+                Action::Append { run } => site.log.extend(run.first..run.first + run.count),
+                Action::Look { node } => site.tasks.push(Task::Look {
+                    from: node.number() as usize,
+                    found: None,
+                    has_lapped: false,
+                }),
+                Action::Accuse { node, violation } => {
+                    return Err(format!("site {number} accuses {node:?} of {violation}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn go_on(&mut self, worlds: &Worlds, number: usize) -> Result<(), String> {
+        let (at, stage) = (self.threads[number].at, self.threads[number].stage);
+        let here = self.threads[number].site;
+        let op = worlds.threads[number].1[at];
+        let site = &mut self.sites[here];
+        let next = match (op, stage) {
+            (Op::Read(unit, _) | Op::Write(unit, ..), _) if site.lost[unit] => {
+                self.crash_thread(number);
+                return Ok(());
+            }
+            (Op::Read(unit, word), _) => {
+                if site.rights[unit] == Right::Invalid {
+                    site.node.handle_fault(unit as u64, Access::Read);
+                    return self.carry_out(here);
+                }
+                let value = site.frames[unit][word];
+                if !self.allowed[unit][word].contains(&value) {
+                    let allowed = &self.allowed[unit][word];
+                    return Err(format!(
+                        "thread {number} reads {value} from word {word} of unit {unit}, not {allowed:?}"
+                    ));
+                }
+                None
+            }
+            (Op::Write(unit, word, value), _) => {
+                if site.rights[unit] != Right::Exclusive {
+                    site.node.handle_fault(unit as u64, Access::Write);
+                    return self.carry_out(here);
+                }
+                site.frames[unit][word] = value;
+                let before = std::mem::replace(&mut self.allowed[unit][word], BTreeSet::from([value]));
+                if worlds.crash.is_some() {
+                    self.threads[number].unreleased.push((unit, word, before));
+                }
+                None
+            }
+            (Op::Lock(lock), Stage::Begin) => {
+                self.locks[lock].thread = Some(number);
+                Some(Stage::Acquiring(site.node.handle_acquire()))
+            }
+            (Op::Unlock(_) | Barrier, Stage::Begin) => Some(Stage::Releasing(site.node.handle_release())),
+            (Op::Unlock(_) | Barrier, Stage::Releasing(round)) => {
+                let outcome = site.node.released(round).unwrap();
+                let epoch = site.epoch;
+                if outcome.is_err() {
+                    self.crash_thread(number);
+                    return Ok(());
+                }
+                self.threads[number].unreleased.clear();
+                if let Op::Unlock(lock) = op {
+                    self.locks[lock] = Lock { thread: None, epoch };
+                    None
+                } else {
+                    let all = self.threads.len();
+                    let until = self.arrived / all * all + all;
+                    self.arrived += 1;
+                    Some(Stage::Waiting(until))
+                }
+            }
+            (_, Stage::Waiting(_)) => Some(Stage::Acquiring(site.node.handle_acquire())),
+            (_, Stage::Acquiring(_) | Stage::Releasing(_)) => None,
+        };
+        let thread = &mut self.threads[number];
+        thread.at += usize::from(next.is_none());
+        thread.stage = next.unwrap_or(Stage::Begin);
+        self.carry_out(here)
+    }
+}
+
+impl Site {
+    /// Returns whether an access has a next step: it is allowed, or faults and nothing has been asked for.
+    fn can(&self, unit: usize, access: Access) -> bool {
+        self.lost[unit] || self.rights[unit] >= access.needs() || !self.node.is_awaited(unit as u64)
+    }
+}
+
+const fn world(
+    name: &'static str,
+    homes: &'static [usize],
+    threads: &'static [(usize, &'static [Op])],
+) -> Worlds {
+    let mut sites = 0;
+    let mut index = 0;
+    while index < threads.len() {
+        if threads[index].0 >= sites {
+            sites = threads[index].0 + 1;
+        }
+        index += 1;
+    }
+    Worlds {
+        name,
+        sites,
+        homes,
+        threads,
+        slots: 4,
+        log: 8,
+        duplicates: 0,
+        crash: None,
+        #[cfg(feature = "mutants")]
+        mutant: None,
+    }
+}
+
+/// Worlds of a test run.
+pub(crate) const SMALL: &[Worlds] = &[
+    Worlds {
+        duplicates: 1,
+        ..world(
+            "2 nodes, 1 unit, a lock, a duplicate",
+            &[0],
+            &[
+                (0, &[L(0), R(0, 0), W(0, 0, 1), U(0), L(0), R(0, 0), U(0)]),
+                (
+                    1,
+                    &[L(0), R(0, 0), W(0, 0, 2), U(0), L(0), R(0, 0), W(0, 0, 3), U(0)],
+                ),
+            ],
+        )
+    },
+    world(
+        "2 nodes, 1 unit, false sharing between barriers",
+        &[0],
+        &[
+            (
+                0,
+                &[
+                    W(0, 0, 1),
+                    Barrier,
+                    R(0, 1),
+                    Barrier,
+                    W(0, 0, 2),
+                    Barrier,
+                    R(0, 1),
+                ],
+            ),
+            (
+                1,
+                &[
+                    W(0, 1, 3),
+                    Barrier,
+                    R(0, 0),
+                    Barrier,
+                    W(0, 1, 4),
+                    Barrier,
+                    R(0, 0),
+                ],
+            ),
+        ],
+    ),
+    world(
+        "3 nodes, 1 unit, false sharing, 2 locks",
+        &[2],
+        &[
+            (0, &[L(0), W(0, 0, 1), U(0), L(1), R(0, 1), U(1)]),
+            (1, &[L(1), W(0, 1, 2), U(1), L(0), R(0, 0), W(0, 0, 3), U(0)]),
+            (2, &[L(0), R(0, 0), U(0)]),
+        ],
+    ),
+    world(
+        "2 nodes, 2 threads at one, 1 unit, 2 locks",
+        &[1],
+        &[
+            (0, &[L(0), R(0, 0), W(0, 0, 1), U(0)]),
+            (0, &[L(1), R(0, 1), W(0, 1, 2), U(1)]),
+            (
+                1,
+                &[L(0), R(0, 0), W(0, 0, 3), U(0), L(1), R(0, 1), W(0, 1, 4), U(1)],
+            ),
+        ],
+    ),
+    world(
+        "2 nodes, 2 threads at one, 2 units, 2 locks",
+        &[1, 1],
+        &[
+            (0, &[L(0), W(0, 0, 1), U(0)]),
+            (0, &[L(1), W(1, 0, 2), U(1)]),
+            (1, &[L(1), R(1, 0), U(1), L(0), R(0, 0), U(0)]),
+        ],
+    ),
+    world(
+        "2 nodes, 2 threads at the home, 1 unit, 2 locks",
+        &[0],
+        &[
+            (0, &[L(0), R(0, 0), W(0, 0, 1), U(0)]),
+            (0, &[L(1), R(0, 1), W(0, 1, 2), U(1)]),
+            (1, &[L(0), R(0, 0), W(0, 0, 3), U(0), L(1), R(0, 1), U(1)]),
+        ],
+    ),
+    Worlds {
+        slots: 1,
+        log: 1,
+        ..world(
+            "2 nodes, 2 units, one slot, a log of one",
+            &[1, 1],
+            &[
+                (0, &[L(0), W(0, 0, 1), W(1, 0, 2), U(0), L(0), R(1, 0), U(0)]),
+                (1, &[L(0), R(0, 0), R(1, 0), W(1, 0, 3), U(0)]),
+            ],
+        )
+    },
+    Worlds {
+        log: 1,
+        ..world(
+            "3 nodes, 2 units, a log of one",
+            &[2, 2],
+            &[
+                (0, &[Barrier, L(0), W(0, 0, 1), W(1, 0, 2), U(0)]),
+                (1, &[R(0, 0), R(1, 0), Barrier, L(0), R(0, 0), R(1, 0), U(0)]),
+                (2, &[Barrier]),
+            ],
+        )
+    },
+    Worlds {
+        crash: Some(0),
+        ..world(
+            "3 nodes, 1 unit, a crash of a writer",
+            &[2],
+            &[
+                (0, &[L(0), W(0, 0, 1), U(0)]),
+                (1, &[L(0), R(0, 0), U(0), L(0), R(0, 0), W(0, 0, 3), U(0)]),
+                (2, &[L(0), R(0, 0), U(0)]),
+            ],
+        )
+    },
+    Worlds {
+        crash: Some(2),
+        ..world(
+            "3 nodes, 2 units, a crash of a home",
+            &[2, 1],
+            &[
+                (0, &[L(0), W(0, 0, 1), W(1, 0, 2), U(0)]),
+                (1, &[L(0), R(0, 0), U(0), L(0), R(0, 0), R(1, 0), U(0)]),
+                (2, &[L(0), W(0, 0, 3), U(0)]),
+            ],
+        )
+    },
+];

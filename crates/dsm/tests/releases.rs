@@ -1,0 +1,328 @@
+//! Nodes as processes that share memory with release consistency.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+mod common;
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use common::{MODES, Node, named, run, run_as_node, run_with, start, stay, wait_for};
+use rand_chacha::ChaCha8Rng;
+use rand_core::{RngCore, SeedableRng};
+use rdmux_dsm::{Consistency, Error, Region, RegionOptions, Session};
+use rustix::process::Signal;
+
+const PAGE: usize = 4096;
+
+#[test]
+fn node() {
+    run_as_node(&[
+        ("shared", shared),
+        ("locked", locked),
+        ("queue", queue),
+        ("counted", counted),
+        ("homeless", homeless),
+        ("busy", busy),
+    ]);
+}
+
+fn region(session: &Session, pages: usize) -> Region<'_> {
+    let options = RegionOptions::new((pages * PAGE) as u64).unwrap();
+    session
+        .region(&options.consistency(Consistency::Release))
+        .unwrap()
+}
+
+fn all(session: &Session, threads: u32) -> NonZeroU32 {
+    NonZeroU32::new(session.nodes() * threads).unwrap()
+}
+
+/// In each round, two threads of each node write words of their own in the same pages, and then all read all words.
+fn shared(session: &Session) {
+    const PAGES: usize = 5;
+    const ROUNDS: u64 = 12;
+    let region = region(session, PAGES);
+    let words = region.array::<u64>(0, PAGES * PAGE / 8);
+    let threads = 2 * session.nodes() as usize;
+    let work = |number: u16| {
+        let mut thread = session.thread(number).unwrap();
+        let own = 2 * session.node() as usize + usize::from(number);
+        for round in 1..=ROUNDS {
+            for at in (own..words.len()).step_by(threads) {
+                words.set(at, round << 32 | at as u64);
+            }
+            thread.barrier(0, all(session, 2)).unwrap();
+            for at in 0..words.len() {
+                assert_eq!(
+                    words.get(at),
+                    round << 32 | at as u64,
+                    "word {at} of round {round}"
+                );
+            }
+            thread.barrier(1, all(session, 2)).unwrap();
+        }
+    };
+    std::thread::scope(|scope| (0..2).for_each(|number| drop(scope.spawn(move || work(number)))));
+}
+
+#[test]
+fn barrier__all_see_the_words_that_others_have_written_in_the_same_pages() {
+    for mode in MODES {
+        for nodes in 1..=3 {
+            run("shared", nodes, mode);
+        }
+    }
+}
+
+/// Threads of all nodes add to words of one page, each under a lock of its own.
+fn locked(session: &Session) {
+    const ROUNDS: u64 = 60;
+    const WORDS: u64 = 3;
+    let region = region(session, 2);
+    let words = region.array::<u64>(PAGE as u64, WORDS as usize);
+    let work = |number: u16| {
+        let mut thread = session.thread(number).unwrap();
+        for round in 0..ROUNDS {
+            let word = (round + u64::from(number)) % WORDS;
+            let guard = thread.lock(word).unwrap();
+            words.set(word as usize, words.get(word as usize) + 1);
+            drop(guard);
+        }
+        thread.barrier(1, all(session, 2)).unwrap();
+        let sum: u64 = (0..WORDS as usize).map(|word| words.get(word)).sum();
+        assert_eq!(sum, u64::from(2 * session.nodes()) * ROUNDS);
+        thread.barrier(1, all(session, 2)).unwrap();
+    };
+    std::thread::scope(|scope| (0..2).for_each(|number| drop(scope.spawn(move || work(number)))));
+}
+
+#[test]
+fn lock__of_one_word_does_not_lose_writes_to_its_neighbours() {
+    for mode in MODES {
+        run("locked", 3, mode);
+    }
+}
+
+/// The first node takes what the others put into a queue of one place.
+fn queue(session: &Session) {
+    const ITEMS: u64 = 30;
+    const EMPTY: u64 = 0;
+    let (lock, is_full, is_free) = (1, 2, 3);
+    let region = region(session, 1);
+    let place = region.array::<u64>(0, 1);
+    let mut thread = session.thread(0).unwrap();
+    if session.node() == 0 {
+        let mut sum = 0;
+        for _ in 0..ITEMS * u64::from(session.nodes() - 1) {
+            let mut guard = thread.lock(lock).unwrap();
+            while place.get(0) == EMPTY {
+                guard.wait(is_full).unwrap();
+            }
+            sum += place.get(0);
+            place.set(0, EMPTY);
+            drop(guard);
+            thread.signal(is_free).unwrap();
+        }
+        assert_eq!(sum, u64::from(session.nodes() - 1) * (1..=ITEMS).sum::<u64>());
+    } else {
+        for item in 1..=ITEMS {
+            let mut guard = thread.lock(lock).unwrap();
+            while place.get(0) != EMPTY {
+                guard.wait(is_free).unwrap();
+            }
+            place.set(0, item);
+            drop(guard);
+            thread.signal(is_full).unwrap();
+        }
+    }
+    thread.barrier(0, all(session, 1)).unwrap();
+}
+
+#[test]
+fn wait__of_a_queue_between_nodes() {
+    run("queue", 3, MODES[0]);
+}
+
+/// Two nodes write the halves of all pages. Each page moves once for a round of the node that is not its home, and what nobody writes moves once.
+fn counted(session: &Session) {
+    const PAGES: usize = 8;
+    const ROUNDS: u64 = 10;
+    let region = region(session, 2 * PAGES);
+    let words = region.array::<u64>(0, PAGES * PAGE / 8);
+    let unchanged = region.array::<u64>((PAGES * PAGE) as u64, PAGES * PAGE / 8);
+    let mut thread = session.thread(0).unwrap();
+    let node = session.node() as usize;
+    for round in 1..=ROUNDS {
+        for page in 0..PAGES {
+            words.set(page * PAGE / 8 + node, round);
+        }
+        thread.barrier(0, all(session, 1)).unwrap();
+        for page in 0..PAGES {
+            assert_eq!(words.get(page * PAGE / 8 + 1 - node), round);
+            assert_eq!(unchanged.get(page * PAGE / 8), 0);
+        }
+        thread.barrier(0, all(session, 1)).unwrap();
+    }
+    // Half of the pages have the other node as their home.
+    let moved = PAGES as u64 / 2;
+    let stat = region.stat();
+    assert_eq!(stat.fetches, moved * (ROUNDS + 1) + moved, "{stat:?}");
+}
+
+#[test]
+fn barrier__takes_away_the_pages_that_were_written_and_no_others() {
+    for mode in MODES {
+        run("counted", 2, mode);
+    }
+}
+
+#[test]
+fn packets__that_are_lost_change_no_contents() {
+    let network = [
+        ("RDMUX_SHM", "off"),
+        ("RDMUX_FAULT", "loss=2%,dup=2%,reorder=2%,corrupt=1%,seed=5"),
+    ];
+    run_with("shared", 3, MODES[1], &network);
+    run_with("locked", 3, MODES[0], &network);
+}
+
+const LEASE: Duration = Duration::from_secs(8);
+
+/// Word of a page.
+fn word(region: &Region<'_>, page: u64, word: u64) -> Result<u64, Error> {
+    let mut bytes = [0; 8];
+    region.read(page * PAGE as u64 + 8 * word, &mut bytes)?;
+    Ok(u64::from_ne_bytes(bytes))
+}
+
+/// Node 1 is killed, when it has released writes, and written more. Node 0 has written a page whose home that is, and one of node 2.
+fn homeless(session: &Session) {
+    const PAGES: usize = 30_000;
+    let region = region(session, PAGES);
+    let words = region.array::<u64>(0, PAGES * PAGE / 8);
+    let at = |page: usize, word: usize| page * PAGE / 8 + word;
+    let mut thread = session.thread(0).unwrap();
+    if session.node() == 1 {
+        words.set(at(1, 1), 11);
+        words.set(at(2, 1), 12);
+    }
+    thread.barrier(0, all(session, 1)).unwrap();
+    assert_eq!((words.get(at(1, 1)), words.get(at(2, 1))), (11, 12));
+    thread.barrier(0, all(session, 1)).unwrap();
+    match session.node() {
+        0 => {
+            words.set(at(1, 0), 5);
+            words.set(at(2, 0), 6);
+        }
+        1 => words.set(at(2, 2), 99),
+        _ => {}
+    }
+    println!("@ ready");
+    // The first word whose home is left tells node 2 of all that node 0 has done.
+    match session.node() {
+        0 => {
+            let mut fresh = (4..PAGES as u64).step_by(3);
+            let lost = loop {
+                // Time is meant: there are pages for a minute.
+                std::thread::sleep(Duration::from_millis(6));
+                if let Err(error) = word(&region, fresh.next().unwrap(), 0) {
+                    break error;
+                }
+            };
+            assert_eq!(named(&lost), 1, "{lost}");
+            // What was read of it before is still there, until the next synchronisation.
+            assert_eq!(words.get(at(1, 1)), 11);
+            let error = thread.signal(9).unwrap_err();
+            assert!(matches!(error, Error::Unreleased { node: 1 }), "{error}");
+            assert!(matches!(word(&region, 1, 1), Err(Error::Lost { node: 1, .. })));
+            assert!((0..).any(|object| thread.fetch_add(object, 1).is_ok()));
+        }
+        1 => stay(),
+        _ => {
+            let mut object = 0;
+            loop {
+                match thread.load(object) {
+                    Ok(0) => std::thread::yield_now(),
+                    Ok(_) => break,
+                    Err(_) => object += 1,
+                }
+            }
+            assert_eq!(
+                (word(&region, 2, 0).unwrap(), word(&region, 2, 1).unwrap()),
+                (6, 12)
+            );
+            assert_eq!(word(&region, 2, 2).unwrap() % 99, 0);
+            assert!(matches!(word(&region, 1, 1), Err(Error::Lost { node: 1, .. })));
+        }
+    }
+    println!("@ ends");
+    stay();
+}
+
+#[test]
+fn release__to_a_home_that_was_killed_ends_with_its_name_and_other_pages_are_right() {
+    for mode in MODES {
+        let mut nodes = start("homeless", 3, mode, LEASE);
+        wait_for(&mut nodes, "@ ready");
+        drop(nodes.remove(1));
+        wait_for(&mut nodes, "@ ends");
+    }
+}
+
+/// All nodes write, lock and meet, until one is gone. Each prints the node that it has missed.
+fn busy(session: &Session) {
+    const PAGES: u64 = 8;
+    let region = region(session, PAGES as usize);
+    let mut thread = session.thread(0).unwrap();
+    let nodes = u64::from(session.nodes());
+    let own = u64::from(session.node());
+    let mut step = |round: u64| -> Result<(), Error> {
+        for page in 0..PAGES {
+            let guard = thread.lock(page)?;
+            let count = word(&region, page, nodes)? + 1;
+            region.write(page * PAGE as u64 + 8 * nodes, &count.to_ne_bytes())?;
+            drop(guard);
+            region.write(page * PAGE as u64 + 8 * own, &round.to_ne_bytes())?;
+        }
+        thread.barrier(100, all(session, 1))?;
+        for page in 0..PAGES {
+            for node in 0..nodes {
+                assert_eq!(word(&region, page, node)?, round, "word {node} of page {page}");
+            }
+            assert_eq!(word(&region, page, nodes)?, round * nodes);
+        }
+        thread.barrier(100, all(session, 1))?;
+        Ok(())
+    };
+    println!("@ begins");
+    for round in 1.. {
+        if let Err(error) = step(round) {
+            println!("@ misses {} after {round}: {error}", named(&error));
+            stay();
+        }
+    }
+}
+
+#[test]
+fn wait__for_a_node_that_was_killed_or_stopped_ends_with_its_name() {
+    for seed in 0..6 {
+        let mut dice = ChaCha8Rng::seed_from_u64(seed);
+        let mode = MODES[(seed % 3) as usize];
+        let victim = (dice.next_u32() % 3) as usize;
+        println!("seed {seed}: {mode}, node {victim}");
+        let mut nodes = start("busy", 3, mode, LEASE);
+        wait_for(&mut nodes, "@ begins");
+        // Time is meant: the node dies at some point of its work.
+        std::thread::sleep(Duration::from_micros(u64::from(dice.next_u32() % 300_000)));
+        let victim_node: Node = nodes.remove(victim);
+        if seed == 5 {
+            victim_node.signal(Signal::STOP);
+            wait_for(&mut nodes, &format!("@ misses {victim} "));
+            victim_node.signal(Signal::CONT);
+            wait_for([&mut { victim_node }], "@ misses ");
+        } else {
+            drop(victim_node);
+            wait_for(&mut nodes, &format!("@ misses {victim} "));
+        }
+    }
+}
