@@ -246,6 +246,9 @@ pub(crate) fn dsm(input: &[u8]) {
         message.emit(&mut bytes);
         assert_eq!(bytes, input);
     }
+    if let Ok(message) = dsm::heap::Heap::parse(input) {
+        assert_eq!(message.emit(), input);
+    }
 }
 
 /// A message between two nodes: there is one way to write each, so emitting gives back the input.

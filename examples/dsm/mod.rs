@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 use rdmux_dsm::sync::Operation;
-use rdmux_dsm::{Array, Cluster, Number, Region, RegionOptions, Session, Stat, Thread};
+use rdmux_dsm::{Array, Cluster, Number, Placement, Region, RegionOptions, Session, Stat, Thread};
 
 /// Nodes that have not joined within this time are given up.
 const JOINING: Duration = Duration::from_secs(30);
@@ -150,8 +150,8 @@ impl Node {
     /// Makes a region of some words, of which each node is the home of `row` pages in turn.
     pub(crate) fn region(&self, words: usize, row: usize) -> Result<Region<'_>> {
         let options = RegionOptions::new(8 * words as u64)?;
-        let row = row as u64;
-        Ok(self.session.region(&RegionOptions { row, ..options })?)
+        let homes = Placement::InTurn(row as u64);
+        Ok(self.session.region(&RegionOptions { homes, ..options })?)
     }
 
     /// Makes a region for items at their places.

@@ -16,6 +16,8 @@ extern "C" {
 struct rdmux_dsm;
 /* Memory that all nodes have in common. */
 struct rdmux_dsm_region;
+/* Memory that any node allocates and frees. */
+struct rdmux_dsm_heap;
 /* A thread of this node, as the other nodes know it. */
 struct rdmux_dsm_thread;
 
@@ -49,11 +51,22 @@ enum rdmux_dsm_faults {
 	RDMUX_DSM_FAULTS_MPROTECT = 3,
 };
 
+/* Homes of the units of a region: the node that knows who has a unit, and needs no message for it as long as nobody else has it. */
+enum rdmux_dsm_homes {
+	RDMUX_DSM_HOMES_IN_TURN = 0,     /* the field row says how many units in a row have one home */
+	RDMUX_DSM_HOMES_HASH = 1,        /* spread over the nodes */
+	RDMUX_DSM_HOMES_FIRST_TOUCH = 2, /* the first node that touches a unit is its home */
+	RDMUX_DSM_HOMES_NODE = 3,        /* the field node says which */
+};
+
 /* Settings of a region, the same on all nodes but for faults. A field of 0 has its default. */
 struct rdmux_dsm_region_options {
-	uint64_t row;         /* pages in a row whose home is one node, then the next node has as many; default 1 */
+	uint64_t row;         /* units in a row whose home is one node, then the next node has as many; default 1 */
 	uint32_t faults;      /* enum rdmux_dsm_faults */
-	uint32_t reserved[5]; /* 0 */
+	uint32_t homes;       /* enum rdmux_dsm_homes */
+	uint32_t node;        /* home of all units, with RDMUX_DSM_HOMES_NODE alone */
+	uint32_t unit;        /* bytes to which nodes have rights as a whole: a power of two from 64 to 2 MiB; default a page */
+	uint32_t reserved[2]; /* 0 */
 };
 
 enum rdmux_dsm_access {
@@ -65,7 +78,7 @@ enum rdmux_dsm_access {
 struct rdmux_dsm_stat {
 	uint64_t read_faults;
 	uint64_t write_faults;
-	uint64_t fetches;       /* pages that were read from other nodes */
+	uint64_t fetches;       /* units that were read from other nodes */
 	uint64_t invalidations; /* rights that others have taken */
 	uint64_t messages;      /* messages sent */
 	uint64_t reserved[11];  /* 0 */
@@ -75,17 +88,32 @@ struct rdmux_dsm_stat {
 int rdmux_dsm_region_make(struct rdmux_dsm *session, uint64_t bytes, const struct rdmux_dsm_region_options *options, struct rdmux_dsm_region **region);
 /* Address of the first byte, the same on all nodes, until the session is left; a null pointer if there is no such region. */
 void *rdmux_dsm_region_address(struct rdmux_dsm_region *region);
-/* Bytes of the region, which are whole pages; 0 if there is no such region. */
+/* Bytes of the region, which are whole pages and units; 0 if there is no such region. */
 uint64_t rdmux_dsm_region_bytes(struct rdmux_dsm_region *region);
+/* Address of a byte. In a region whose units are smaller than a page, only the bytes of one unit are side by side. A null pointer if there is none. */
+void *rdmux_dsm_region_place(struct rdmux_dsm_region *region, uint64_t offset);
 /* Gets a right to bytes of the region, which other nodes may take again at once. */
 int rdmux_dsm_acquire_range(struct rdmux_dsm_region *region, const volatile void *start, size_t bytes, enum rdmux_dsm_access access);
-/* Asks for a right to bytes of the region without waiting: a later touch of them waits less. At most 256 pages that are away are asked for. */
+/* Asks for a right to bytes of the region without waiting: a later touch of them waits less. At most 256 units that are away are asked for, and 1 MiB, but at least two. */
 int rdmux_dsm_prefetch(struct rdmux_dsm_region *region, const volatile void *start, size_t bytes, enum rdmux_dsm_access access);
 /* Copies bytes of the region into memory that is in no region. */
 int rdmux_dsm_read(struct rdmux_dsm_region *region, const volatile void *from, void *to, size_t bytes);
 /* Copies bytes from memory that is in no region into the region. */
 int rdmux_dsm_write(struct rdmux_dsm_region *region, volatile void *to, const void *from, size_t bytes);
 int rdmux_dsm_region_stat(struct rdmux_dsm_region *region, struct rdmux_dsm_stat *stat);
+
+/* Heaps: rdmux_dsm_alloc(3). */
+
+/* Homes of an object that is allocated, besides the numbers of nodes. */
+#define RDMUX_DSM_HERE (-1)    /* this node */
+#define RDMUX_DSM_IN_TURN (-2) /* the nodes in turn, for the objects that this node allocates */
+
+/* Makes a heap, of which each node has so many bytes for the objects of each size. All nodes call it, in the order of regions and heaps. */
+int rdmux_dsm_heap_make(struct rdmux_dsm *session, uint64_t bytes, enum rdmux_dsm_faults faults, struct rdmux_dsm_heap **heap);
+/* Allocates an object at home at a node. Its address is the same on all nodes, each of which may free it. */
+int rdmux_dsm_alloc(struct rdmux_dsm_heap *heap, size_t bytes, int node, void **object);
+/* Frees an object. What is none, or was freed already, is -EINVAL, and nothing is done. A null pointer is nothing. */
+int rdmux_dsm_free(struct rdmux_dsm_heap *heap, void *object);
 
 /* Threads and locks: rdmux_dsm_lock(3). Locks, conditions, barriers and words are numbers, which all nodes share; each kind has numbers of its own. */
 

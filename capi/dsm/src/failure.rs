@@ -86,14 +86,21 @@ fn errno_of(error: &Error) -> c_int {
         Error::Listen { .. } | Error::NoAddress { .. } => libc::EADDRNOTAVAIL,
         Error::Create(_) | Error::Register(_) | Error::Prepare(_) | Error::NoMemory { .. } => libc::ENOMEM,
         Error::Absent { .. } | Error::Missing { .. } => libc::ETIMEDOUT,
-        Error::Version { .. } | Error::PageSize { .. } | Error::Differs { .. } => libc::EPROTO,
+        Error::Version { .. }
+        | Error::PageSize { .. }
+        | Error::Differs { .. }
+        | Error::OtherSettings { .. } => libc::EPROTO,
         Error::Stranger { .. } => libc::EACCES,
         Error::Gone { .. }
         | Error::Lost { .. }
         | Error::Unreleased { .. }
         | Error::Call(sync::Failure::Gone(_)) => GONE,
+        Error::NoRoom { .. } => libc::ENOMEM,
+        Error::Object { .. } | Error::NotAllocated { .. } | Error::NotInHeap { .. } => libc::EINVAL,
         Error::TooManyRegions | Error::Call(sync::Failure::NoRoom) => libc::ENOSPC,
-        Error::FaultMode(_) | Error::Size(_) | Error::Homes(_) => libc::EINVAL,
+        Error::FaultMode(_) | Error::Size(_) | Error::Unit(_) | Error::Homes(_) | Error::NoFirstTouch => {
+            libc::EINVAL
+        }
         Error::ThreadNumber(number) if *number < THREADS_MAX => libc::EBUSY,
         Error::ThreadNumber(_) => libc::EINVAL,
         Error::Memory(memory::Error::NotPermitted) => libc::EPERM,
@@ -116,9 +123,11 @@ fn node_of(error: &Error) -> Option<u32> {
         | Error::PageSize { node, .. }
         | Error::Gone { node, .. }
         | Error::Differs { node, .. }
-        | Error::Lost { node, .. }
-        | Error::Unreleased { node } => Some(*node),
+        | Error::NoRoom { node, .. }
+        | Error::Unreleased { node }
+        | Error::Lost { node, .. } => Some(*node),
         Error::Call(sync::Failure::Gone(node)) => Some(node.number()),
+        Error::OtherSettings { .. } => Some(0),
         _ => None,
     }
 }

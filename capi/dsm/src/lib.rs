@@ -6,6 +6,7 @@
 #![allow(unsafe_code, reason = "the C interface")]
 
 mod failure;
+mod heap;
 mod objects;
 mod region;
 mod session;

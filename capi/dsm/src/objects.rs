@@ -2,6 +2,7 @@
 //! pointer that is null, of another kind, made up, or of an object that has ended is found in no table.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -9,6 +10,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use rdmux_dsm::Session;
 
 use crate::failure::Failure;
+use crate::heap::Heap;
 use crate::region::Region;
 use crate::thread::Thread;
 
@@ -19,6 +21,7 @@ static OBJECTS: RwLock<Objects> = RwLock::new(Objects {
     made: 0,
     sessions: BTreeMap::new(),
     regions: BTreeMap::new(),
+    heaps: BTreeMap::new(),
     threads: BTreeMap::new(),
 });
 
@@ -30,6 +33,7 @@ pub(crate) struct Objects {
     made: usize,
     sessions: Table<Session>,
     regions: Table<Region>,
+    heaps: Table<Heap>,
     threads: Table<Thread>,
 }
 
@@ -61,6 +65,17 @@ impl Object for Region {
     }
     fn table_mut(objects: &mut Objects) -> &mut Table<Region> {
         &mut objects.regions
+    }
+}
+
+impl Object for Heap {
+    const NAME: &str = "heap";
+
+    fn table(objects: &Objects) -> &Table<Heap> {
+        &objects.heaps
+    }
+    fn table_mut(objects: &mut Objects) -> &mut Table<Heap> {
+        &mut objects.heaps
     }
 }
 
@@ -163,10 +178,11 @@ fn busy(name: &str) -> Failure {
 pub(crate) struct Removed {
     _threads: Vec<Arc<Thread>>,
     _regions: Vec<Arc<Region>>,
+    _heaps: Vec<Arc<Heap>>,
     _session: Arc<Session>,
 }
 
-/// Takes a session away, its threads and its regions.
+/// Takes a session away, its threads, its regions and its heaps.
 ///
 /// # Errors
 /// There is none, or a call uses one of them.
@@ -176,14 +192,16 @@ pub(crate) fn remove_session(pointer: *mut Session) -> Result<Removed, Failure> 
     let session = found.ok_or_else(|| foreign(pointer))?;
     let threads = of_session(&objects.threads, |thread| thread.session(), &session)?;
     let regions = of_session(&objects.regions, |region| region.session(), &session)?;
+    let heaps = of_session(&objects.heaps, |heap| heap.session(), &session)?;
     // The table's, this function's, and one of each.
-    if Arc::strong_count(&session) > 2 + threads.len() + regions.len() {
+    if Arc::strong_count(&session) > 2 + threads.len() + regions.len() + heaps.len() {
         return Err(busy(Session::NAME));
     }
     objects.sessions.remove(&pointer.addr());
     Ok(Removed {
         _threads: taken(&mut objects.threads, &threads),
         _regions: taken(&mut objects.regions, &regions),
+        _heaps: taken(&mut objects.heaps, &heaps),
         _session: session,
     })
 }
@@ -219,11 +237,11 @@ fn taken<T>(table: &mut Table<T>, numbers: &[usize]) -> Vec<Arc<T>> {
 /// Some are in a region.
 pub(crate) fn check_outside(address: usize, bytes: usize) -> Result<(), Failure> {
     let (start, end) = (address as u64, (address as u64).saturating_add(bytes as u64));
-    let overlaps = |region: &Arc<Region>| {
-        let region = region.addresses();
-        start < region.end && region.start < end
-    };
-    match read()?.regions.values().any(overlaps) {
+    let overlaps = |addresses: Range<u64>| start < addresses.end && addresses.start < end;
+    let objects = read()?;
+    let mut regions = objects.regions.values().map(|region| region.addresses());
+    let mut heaps = objects.heaps.values().flat_map(|heap| heap.addresses());
+    match regions.any(overlaps) || heaps.any(overlaps) {
         true => Err(Failure::invalid("the program's side of a copy is in a region")),
         false => Ok(()),
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
-use rdmux_dsm::{Access, Consistency, FaultMode, RegionOptions, Session};
+use rdmux_dsm::{Access, FaultMode, Placement, RegionOptions, Session};
 
 use crate::failure::{Failure, caught, keep, status};
 use crate::objects::{check_outside, find, give};
@@ -41,16 +41,30 @@ impl Region {
     fn offsets(&self, address: usize, bytes: usize) -> Result<Range<u64>, Failure> {
         let all = self.addresses();
         let (start, bytes) = (address as u64, bytes as u64);
-        let left = all.end.checked_sub(start).filter(|left| bytes <= *left);
-        let offset = left.and_then(|_| start.checked_sub(all.start));
-        let offset = offset.ok_or_else(|| {
+        self.inner.bytes_at(start, bytes).ok_or_else(|| {
             let place = format!("{:#x} to {:#x}", all.start, all.end);
-            Failure::invalid(format!(
-                "{bytes} bytes at {start:#x} are not in the region, which is at {place}"
-            ))
-        })?;
-        Ok(offset..offset + bytes)
+            let text = format!("{bytes} bytes at {start:#x} are not in the region, which is at {place}");
+            Failure::invalid(match all.contains(&start) && self.has_small_units() {
+                true => format!("{text}, or not in one of its units as rdmux_dsm_region_place tells it"),
+                false => text,
+            })
+        })
     }
+
+    fn has_small_units(&self) -> bool {
+        self.inner.bytes() < self.inner.mapping().len() as u64
+    }
+}
+
+/// Returns the mode of an `enum rdmux_dsm_faults`.
+pub(crate) fn mode_of(faults: c_uint) -> Result<FaultMode, Failure> {
+    Ok(match faults {
+        0 => FaultMode::of_environment()?,
+        1 => FaultMode::Thread,
+        2 => FaultMode::Inline,
+        3 => FaultMode::Mprotect,
+        other => return Err(Failure::invalid(format!("{other} is no enum rdmux_dsm_faults"))),
+    })
 }
 
 /// `struct rdmux_dsm_region_options`
@@ -58,31 +72,36 @@ impl Region {
 struct Options {
     row: u64,
     faults: u32,
-    reserved: [u32; 5],
+    homes: u32,
+    node: u32,
+    unit: u32,
+    reserved: [u32; 2],
 }
 
 impl Options {
     fn region_options(&self, bytes: u64) -> Result<RegionOptions, Failure> {
-        if self.reserved != [0; 5] {
+        if self.reserved != [0; 2] {
             return Err(Failure::invalid(
                 "a reserved field of the region's options is not 0",
             ));
         }
-        let mode = match self.faults {
-            0 => FaultMode::of_environment()?,
-            1 => FaultMode::Thread,
-            2 => FaultMode::Inline,
-            3 => FaultMode::Mprotect,
-            other => return Err(Failure::invalid(format!("{other} is no enum rdmux_dsm_faults"))),
+        let mode = mode_of(self.faults)?;
+        let homes = match (self.homes, self.row, self.node) {
+            (0, row, 0) => Placement::InTurn(row.max(1)),
+            (1, 0, 0) => Placement::Hash,
+            (2, 0, 0) => Placement::FirstTouch,
+            (3, 0, node) => Placement::node(node),
+            (other @ 4.., ..) => return Err(Failure::invalid(format!("{other} is no enum rdmux_dsm_homes"))),
+            _ => {
+                let text = "row belongs to homes in turn, and node to homes by name: set the others to 0";
+                return Err(Failure::invalid(text));
+            }
         };
-        let row = self.row.max(1);
-        let consistency = Consistency::Sequential;
-        Ok(RegionOptions {
-            bytes,
-            row,
-            mode,
-            consistency,
-        })
+        let mut options = RegionOptions::in_mode(bytes, mode);
+        if self.unit != 0 {
+            options.unit = self.unit.into();
+        }
+        Ok(RegionOptions { homes, ..options })
     }
 }
 
@@ -175,8 +194,22 @@ extern "C" fn rdmux_dsm_region_address(region: *mut Region) -> *mut c_void {
 
 #[unsafe(no_mangle)]
 extern "C" fn rdmux_dsm_region_bytes(region: *mut Region) -> u64 {
-    let bytes = told(region, |region| region.inner.mapping().len() as u64);
-    bytes.unwrap_or(0)
+    told(region, |region| region.inner.bytes()).unwrap_or(0)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn rdmux_dsm_region_place(region: *mut Region, offset: u64) -> *mut c_void {
+    let place = || {
+        let region = find(region)?;
+        let bytes = region.inner.bytes();
+        if offset >= bytes {
+            return Err(Failure::invalid(format!("byte {offset} of a region of {bytes}")));
+        }
+        Ok(region.inner.address() + region.inner.place(offset))
+    };
+    caught(place).map_err(keep).map_or(ptr::null_mut(), |address| {
+        ptr::with_exposed_provenance_mut(address as usize)
+    })
 }
 
 /// Returns the access that the program gives by its number.

@@ -72,6 +72,82 @@ static void regions(struct rdmux_dsm_thread *thread)
 		CHECK(atomic_load(&words[i]) == nodes);
 }
 
+/* A node that writes a page at home there asks nobody. */
+static void homes(struct rdmux_dsm_thread *thread)
+{
+	struct rdmux_dsm_region_options all[] = {
+		{.homes = RDMUX_DSM_HOMES_NODE, .node = nodes - 1},
+		{.homes = RDMUX_DSM_HOMES_FIRST_TOUCH},
+		{.homes = RDMUX_DSM_HOMES_HASH},
+	};
+	for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+		struct rdmux_dsm_region *region;
+		struct rdmux_dsm_stat stat;
+		CHECK(rdmux_dsm_region_make(session, 16 * PAGE, &all[i], &region) == 0);
+		char *bytes = rdmux_dsm_region_address(region);
+		if (node == nodes - 1)
+			for (int page = 0; page < 16; page++)
+				bytes[page * PAGE] = page + 1;
+		CHECK(rdmux_dsm_region_stat(region, &stat) == 0);
+		CHECK(i == 2 || stat.fetches == 0);
+		CHECK(i != 0 || stat.messages == 0);
+		CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+		for (int page = 0; page < 16; page++)
+			CHECK(bytes[page * PAGE] == page + 1);
+		CHECK(rdmux_dsm_region_stat(region, &stat) == 0);
+		CHECK(i == 2 || stat.fetches == (node == nodes - 1 ? 0 : 16));
+		CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	}
+}
+
+/* Objects of all sizes that other nodes read and free. */
+static void objects(struct rdmux_dsm_thread *thread)
+{
+	enum { SIZES = 5, EACH = 4 };
+	static const size_t sizes[SIZES] = {1, 64, 700, PAGE, 2 * PAGE + 1};
+	struct rdmux_dsm_heap *heap;
+	struct rdmux_dsm_region *board;
+	CHECK(rdmux_dsm_heap_make(session, 64 * PAGE, RDMUX_DSM_FAULTS_DEFAULT, &heap) == 0);
+	CHECK(rdmux_dsm_region_make(session, nodes * PAGE, NULL, &board) == 0);
+	char **own = (char **)((char *)rdmux_dsm_region_address(board) + node * PAGE);
+	uint32_t next = (node + 1) % nodes;
+	char **theirs = (char **)((char *)rdmux_dsm_region_address(board) + next * PAGE);
+	for (int i = 0; i < SIZES * EACH; i++) {
+		static const int places[EACH] = {RDMUX_DSM_HERE, 0, RDMUX_DSM_IN_TURN, RDMUX_DSM_IN_TURN};
+		void *object = NULL;
+		CHECK(rdmux_dsm_alloc(heap, sizes[i / EACH], places[i % EACH], &object) == 0 && (uintptr_t)object % 16 == 0);
+		memset(object, 'a' + (i + node) % 26, sizes[i / EACH]);
+		own[i] = object;
+	}
+	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	for (int i = 0; i < SIZES * EACH; i++) {
+		size_t bytes = sizes[i / EACH];
+		char value = 'a' + (i + next) % 26;
+		CHECK(theirs[i][0] == value && theirs[i][bytes - 1] == value);
+		CHECK(rdmux_dsm_free(heap, theirs[i]) == 0);
+	}
+	CHECK(rdmux_dsm_free(heap, NULL) == 0);
+	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	CHECK(rdmux_dsm_free(heap, theirs[0]) == -EINVAL && strstr(rdmux_dsm_error(), "freed already"));
+
+	/* Small units are beside each other in their pages, each with an address of its own. */
+	struct rdmux_dsm_region_options options = {.unit = 128};
+	struct rdmux_dsm_region *small;
+	CHECK(rdmux_dsm_region_make(session, PAGE, &options, &small) == 0);
+	CHECK(rdmux_dsm_region_bytes(small) == PAGE && rdmux_dsm_region_place(small, 0) == rdmux_dsm_region_address(small));
+	for (int unit = node; unit < PAGE / 128; unit += nodes)
+		memset(rdmux_dsm_region_place(small, unit * 128), unit + 1, 128);
+	struct rdmux_dsm_stat stat;
+	CHECK(rdmux_dsm_region_stat(small, &stat) == 0 && stat.fetches == 0);
+	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	for (int unit = 0; unit < PAGE / 128; unit++) {
+		char byte = 0, *place = rdmux_dsm_region_place(small, unit * 128 + 127);
+		CHECK(*place == unit + 1);
+		CHECK(rdmux_dsm_read(small, place, &byte, 1) == 0 && byte == unit + 1);
+	}
+	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+}
+
 static void reductions(struct rdmux_dsm_thread *thread)
 {
 	double real;
@@ -155,6 +231,8 @@ int main(void)
 	CHECK(node < nodes);
 	CHECK(rdmux_dsm_thread_begin(session, 0, &thread) == 0);
 	regions(thread);
+	homes(thread);
+	objects(thread);
 	reductions(thread);
 	words(thread);
 	threads();

@@ -65,9 +65,19 @@ static void arguments(struct rdmux_dsm_region *region)
 	char *bytes = rdmux_dsm_region_address(region), text[2 * PAGE] = "";
 	struct rdmux_dsm_region *other = (void *)text;
 	struct rdmux_dsm_thread *second = (void *)text;
-	struct rdmux_dsm_region_options wrong[] = {{.faults = 4}, {.reserved = {0, 0, 0, 0, 1}}};
-	for (int i = 0; i < 2; i++)
-		FAILS(rdmux_dsm_region_make(session, PAGE, &wrong[i], &other), EINVAL, i ? "reserved" : "enum rdmux_dsm_faults");
+	struct {
+		struct rdmux_dsm_region_options options;
+		const char *word;
+	} wrong[] = {
+		{{.faults = 4}, "enum rdmux_dsm_faults"},
+		{{.homes = 4}, "enum rdmux_dsm_homes"},
+		{{.homes = RDMUX_DSM_HOMES_HASH, .row = 1}, "row belongs"},
+		{{.homes = RDMUX_DSM_HOMES_FIRST_TOUCH, .node = 1}, "row belongs"},
+		{{.node = 1}, "row belongs"},
+		{{.reserved = {0, 1}}, "reserved"},
+	};
+	for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+		FAILS(rdmux_dsm_region_make(session, PAGE, &wrong[i].options, &other), EINVAL, wrong[i].word);
 	FAILS(rdmux_dsm_region_make(session, PAGE, NULL, NULL), EINVAL, "no place");
 
 	FAILS(rdmux_dsm_acquire_range(region, bytes - 1, 1, RDMUX_DSM_READ), EINVAL, "not in the region");
@@ -85,6 +95,39 @@ static void arguments(struct rdmux_dsm_region *region)
 	FAILS(rdmux_dsm_write(region, bytes, NULL, 8), EINVAL, "no memory");
 	FAILS(rdmux_dsm_write(region, bytes, text, 2 * PAGE), EINVAL, "not in the region");
 	FAILS(rdmux_dsm_region_stat(region, NULL), EINVAL, "no place");
+
+	struct rdmux_dsm_region_options units = {.unit = 64};
+	struct rdmux_dsm_region *small;
+	CHECK(rdmux_dsm_region_make(session, PAGE, &units, &small) == 0);
+	char *area = rdmux_dsm_region_address(small);
+	FAILS(rdmux_dsm_acquire_range(small, area, 65, RDMUX_DSM_READ), EINVAL, "not in one of its units");
+	FAILS(rdmux_dsm_acquire_range(small, area + 64, 1, RDMUX_DSM_READ), EINVAL, "rdmux_dsm_region_place");
+	FAILS(rdmux_dsm_acquire_range(small, area + 64 * PAGE, 1, RDMUX_DSM_READ), EINVAL, "not in the region");
+	CHECK(rdmux_dsm_region_place(small, PAGE) == NULL && strstr(rdmux_dsm_error(), "byte 4096 of a region of 4096"));
+	CHECK(rdmux_dsm_acquire_range(small, rdmux_dsm_region_place(small, 64), 64, RDMUX_DSM_WRITE) == 0);
+
+	struct rdmux_dsm_heap *heap = (void *)text;
+	void *object = text, *same;
+	FAILS(rdmux_dsm_heap_make(session, PAGE, 4, &heap), EINVAL, "enum rdmux_dsm_faults");
+	FAILS(rdmux_dsm_heap_make(session, PAGE, 0, NULL), EINVAL, "no place");
+	CHECK(rdmux_dsm_heap_make(session, PAGE, 0, &heap) == 0);
+	FAILS(rdmux_dsm_alloc(heap, 1, 1, &object), EINVAL, "node 1 cannot be a home");
+	FAILS(rdmux_dsm_alloc(heap, 1, -3, &object), EINVAL, "cannot be a home");
+	FAILS(rdmux_dsm_alloc(heap, PAGE + 1, 0, &object), ENOMEM, "no room");
+	FAILS(rdmux_dsm_alloc(heap, SIZE_MAX, 0, &object), EINVAL, "no process has");
+	FAILS(rdmux_dsm_alloc(heap, 1, 0, NULL), EINVAL, "no place");
+	FAILS(rdmux_dsm_alloc((void *)region, 1, 0, &object), EINVAL, "is no heap");
+	CHECK(object == text);
+	CHECK(rdmux_dsm_alloc(heap, 100, RDMUX_DSM_HERE, &object) == 0);
+	void *foreign[] = {text, (void *)1, (void *)UINTPTR_MAX, bytes, (char *)object + 1, (char *)object + 128, malloc(100)};
+	for (size_t i = 0; i < sizeof foreign / sizeof *foreign; i++)
+		FAILS(rdmux_dsm_free(heap, foreign[i]), EINVAL, "no object begins");
+	FAILS(rdmux_dsm_free((void *)region, object), EINVAL, "is no heap");
+	FAILS(rdmux_dsm_read(region, bytes, object, 8), EINVAL, "in a region");
+	CHECK(rdmux_dsm_free(heap, object) == 0);
+	FAILS(rdmux_dsm_free(heap, object), EINVAL, "freed already");
+	CHECK(rdmux_dsm_alloc(heap, 100, RDMUX_DSM_HERE, &same) == 0 && same == object);
+	free(foreign[6]);
 
 	FAILS(rdmux_dsm_thread_begin(session, 0, &second), EBUSY, "thread 0");
 	FAILS(rdmux_dsm_thread_begin(session, 4096, &second), EINVAL, "thread 4096");

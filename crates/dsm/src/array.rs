@@ -65,7 +65,7 @@ impl<'a, T: Number> Array<'a, T> {
         Array {
             region,
             offset,
-            words: region.mapping().double_words(offset as usize, len),
+            words: region.mapping().double_words(region.place(offset) as usize, len),
             numbers: PhantomData,
         }
     }

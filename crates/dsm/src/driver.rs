@@ -3,6 +3,7 @@
 //! Whoever holds the [`Driver`] takes a [turn](Driver::turn), one at a time: the node's service thread, or a thread of the program that waits for
 //! something. It never waits, and touches no view.
 
+mod heap;
 mod making;
 mod presence;
 mod release;
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_verbs::{Arm, CompletionQueue, MemoryRegion, RemoteBuffer, Sge, Status, WcOpcode, WorkCompletion};
 use rdmux_wire::dsm::frame::SLOTS;
+use rdmux_wire::dsm::heap::Heap as HeapMessage;
 use rdmux_wire::dsm::joining::Joining;
 use rdmux_wire::dsm::membership::Membership as MembershipMessage;
 use rdmux_wire::dsm::{Body, MESSAGE_LEN, Message, NodeId, sync as wire_sync};
@@ -23,6 +25,7 @@ pub(crate) use self::presence::Patience;
 use self::presence::{Questions, Wait};
 pub(crate) use self::release::Shadow;
 use self::release::{Coherence, ReleaseRead};
+use crate::heap::Arena;
 use crate::link::{Link, LinkError, WorkId};
 use crate::membership::{self, Membership};
 use crate::memory::{self, Access, Change, PageBatch, PageState};
@@ -104,6 +107,8 @@ pub(crate) struct Region {
     /// Tasks of the protocol that are carried out together.
     protections: Vec<(u64, u64, Right)>,
     batch: PageBatch,
+    /// Units that this node hands out, of a region of a heap.
+    arena: Option<Arena>,
     number: u32,
     sheet: Arc<Sheet>,
 }
@@ -153,6 +158,7 @@ pub(crate) struct Driver {
     outcomes: Vec<Option<sync::Outcome>>,
     pulls: Vec<Option<Pull>>,
     free_pulls: Vec<u32>,
+    requests: heap::Requests,
     /// Waits for other nodes at the time of the last questions, with their beginnings.
     waits: BTreeMap<Wait, Instant>,
     /// Grows with all that a waiting thread may look at.
@@ -190,6 +196,7 @@ impl Driver {
             outcomes: vec![None; sync::THREADS_MAX.into()],
             pulls: Vec::new(),
             free_pulls: Vec::new(),
+            requests: heap::Requests::default(),
             waits: BTreeMap::new(),
             changes: 0,
             failure: None,
@@ -231,6 +238,18 @@ impl Driver {
             .and_then(|peer| peer.loss.as_ref());
         let reason = loss.map_or_else(|| "the others have expelled it".to_owned(), Loss::to_string);
         Some((node, reason))
+    }
+
+    /// Returns the reason for which a node is gone, if it is or this one was expelled.
+    pub(crate) fn loss_of(&self, node: NodeId) -> Option<String> {
+        if self.membership.members().any(|member| member == node) {
+            return None;
+        }
+        let loss = self.peers.get(node.number() as usize)?.loss.as_ref();
+        Some(loss.map_or_else(
+            || "the others have expelled this node".to_owned(),
+            Loss::to_string,
+        ))
     }
 
     /// Returns the members.
@@ -460,6 +479,13 @@ impl Driver {
             self.changes += 1;
             return;
         }
+        if HeapMessage::has_kind(kind) {
+            let message = HeapMessage::parse(&bytes);
+            if !message.is_ok_and(|message| self.heap_message(number, message)) {
+                self.lose(number, Loss::Message(kind));
+            }
+            return;
+        }
         if MembershipMessage::has_kind(kind) {
             let message = MembershipMessage::parse(&bytes);
             if !message.is_ok_and(|message| self.membership.handle_message(from, message)) {
@@ -544,23 +570,23 @@ impl Driver {
         self.regions.get_mut(number as usize)?.as_mut()
     }
 
-    /// Asks for a right to a page, unless this node has it or has asked.
-    pub(crate) fn ask(&mut self, number: u32, pages: &Pages, page: u32, access: Access) {
-        let is_asked = |region: &mut Region| region.coherence.is_awaited(page.into());
-        if !pages.allow(page, access) && !self.region(number).is_none_or(is_asked) {
-            self.fault(number, page, access);
+    /// Asks for a right to a unit, unless this node has it or has asked.
+    pub(crate) fn ask(&mut self, number: u32, pages: &Pages, unit: u32, access: Access) {
+        let is_asked = |region: &mut Region| region.coherence.is_awaited(unit.into());
+        if !pages.allow(unit, access) && !self.region(number).is_none_or(is_asked) {
+            self.fault(number, unit, access);
         }
     }
 
     /// Takes a fault of the program, or its wish for a right.
-    pub(crate) fn fault(&mut self, number: u32, page: u32, access: Access) {
+    pub(crate) fn fault(&mut self, number: u32, unit: u32, access: Access) {
         let Some(region) = self.region(number) else { return };
-        let counter = match (access, region.pages.view().state(page)) {
+        let counter = match (access, region.pages.state(unit)) {
             (Access::Read, _) => RegionCounter::ReadFaults,
             (Access::Write, PageState::Shared) => RegionCounter::UpgradeFaults,
             (Access::Write, _) => RegionCounter::WriteFaults,
         };
-        region.coherence.handle_fault(page.into(), access);
+        region.coherence.handle_fault(unit.into(), access);
         self.events += 1;
         self.sheet.count_region(number, counter, 1);
         self.decided(number);
@@ -700,8 +726,10 @@ impl Driver {
                 return;
             }
         };
-        if has_landed {
-            let bytes = rustix::param::page_size() as u64;
+        let bytes = self
+            .region(pull.region)
+            .map(|region| region.pages.geometry().unit_bytes());
+        if has_landed && let Some(bytes) = bytes {
             self.sheet.count_region(pull.region, RegionCounter::Fetches, 1);
             self.sheet
                 .count_region(pull.region, RegionCounter::FetchedBytes, bytes);
@@ -808,13 +836,10 @@ impl Region {
     fn buffers(&self, pull: &Pull) -> Option<(Sge, RemoteBuffer)> {
         match pull.read {
             Read::Contents { unit, .. } => {
-                let page_bytes = rustix::param::page_size() as u64;
-                let at = unit * page_bytes;
                 let key = self.keys.get(pull.from as usize).copied().flatten()?;
-                Some((
-                    self.mr.sge(at, page_bytes as u32),
-                    key.slice(at..at + page_bytes)?,
-                ))
+                let bytes = self.pages.geometry().bytes_of(unit as u32);
+                let into = self.mr.sge(bytes.start, (bytes.end - bytes.start) as u32);
+                Some((into, key.slice(bytes)?))
             }
             Read::Release(read) => self.release_buffers(pull.from, read),
         }
@@ -825,7 +850,7 @@ impl Region {
         let protections = std::mem::take(&mut self.protections);
         let mut single = None;
         for (unit, _, right) in &protections {
-            let page = *unit as u32;
+            let page = self.pages.geometry().page_of(*unit as u32);
             let change = match (self.pages.view().state(page), right) {
                 (PageState::Invalid, Right::Shared) => Change::Install(Access::Read),
                 (PageState::Invalid, Right::Exclusive) => Change::Install(Access::Write),

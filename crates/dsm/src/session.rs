@@ -19,14 +19,17 @@ use rdmux_memory::mapping::PlaceError;
 use rdmux_runtime::Waiting;
 use rdmux_verbs::provider::Waker;
 use rdmux_verbs::{Fault, ProtectionDomain};
-use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::joining::{Joining, Step};
+use rdmux_wire::dsm::{NodeId, heap as heap_message};
 
 pub use self::error::Error;
 use crate::cluster::Cluster;
 use crate::driver::{Answer, Driver, Making, Offer, Queues, REGIONS_MAX, Shadow};
+use crate::geometry::Geometry;
+use crate::heap::{self, Arena, Heap, HeapOptions};
 use crate::memory::userfault::{Abilities, Delivery};
 use crate::memory::{self, Access, Costs, View};
+use crate::placement::{Digest, Placement};
 use crate::protocol::{Homes, Settings};
 use crate::region::{Pages, Region};
 use crate::signal;
@@ -46,8 +49,9 @@ const WAKES: u32 = 2;
 /// Tries of a thread to leave the turns to nobody before it wakes the service thread.
 const RESTS: u32 = 4;
 
-/// Pages that one thread asks for before it has had the first.
-const PAGES_AT_ONCE: u32 = 256;
+/// Units that one thread asks for before it has had the first, and bytes of them. Of large units it asks for two.
+const UNITS_AT_ONCE: u64 = 256;
+const BYTES_AT_ONCE: u64 = 1 << 20;
 
 /// Addresses of regions: below those of programs and libraries where addresses have 47 bits or more.
 const ADDRESSES: Range<u64> = 1 << 44..5 << 44;
@@ -102,10 +106,13 @@ pub enum Consistency {
 /// Settings of a region, the same on all nodes but for the mode.
 #[derive(Clone, Debug)]
 pub struct RegionOptions {
-    /// Bytes, rounded up to whole pages.
+    /// Bytes, rounded up to whole pages and units.
     pub bytes: u64,
-    /// Pages in a row whose home is one node; those of the next row have the next node.
-    pub row: u64,
+    /// Bytes of a unit, to which the nodes have rights as a whole: a power of two from [`UNIT_BYTES_MIN`](crate::UNIT_BYTES_MIN) to
+    /// [`UNIT_BYTES_MAX`](crate::UNIT_BYTES_MAX). With units smaller than a page the program sees each of them at a [place](Region::place) of its own.
+    pub unit: u64,
+    /// Homes of the units.
+    pub homes: Placement,
     /// The way by which faults are answered at this node.
     pub mode: FaultMode,
     /// The order of accesses of different nodes.
@@ -113,20 +120,23 @@ pub struct RegionOptions {
 }
 
 impl RegionOptions {
-    /// Describes a region whose pages have homes in turn, and whose faults are answered as the environment says.
+    /// Describes a region whose units are pages with homes in turn, and whose faults are answered as the environment says.
     ///
     /// # Errors
     /// [`Error::FaultMode`].
     pub fn new(bytes: u64) -> Result<RegionOptions, Error> {
-        let mode = FaultMode::of_environment()?;
-        let row = 1;
-        let consistency = Consistency::Sequential;
-        Ok(RegionOptions {
+        Ok(RegionOptions::in_mode(bytes, FaultMode::of_environment()?))
+    }
+
+    /// Describes the same, with the faults answered in a given way.
+    pub fn in_mode(bytes: u64, mode: FaultMode) -> RegionOptions {
+        RegionOptions {
             bytes,
-            row,
+            unit: rustix::param::page_size() as u64,
+            homes: Placement::InTurn(1),
             mode,
-            consistency,
-        })
+            consistency: Consistency::Sequential,
+        }
     }
 
     /// Sets the order of accesses of different nodes.
@@ -245,6 +255,29 @@ impl Session {
     /// The nodes do not agree, a node is gone, or this one lacks memory or rights.
     pub fn region(&self, options: &RegionOptions) -> Result<Region<'_>, Error> {
         let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
+        self.make(&mut regions, options, None)
+    }
+
+    /// Makes a heap. All nodes call it, in the order of regions and heaps, with the same settings; it returns when all have. It has as many regions as
+    /// there are sizes of objects.
+    ///
+    /// # Errors
+    /// As [`Session::region`].
+    pub fn heap(&self, options: &HeapOptions) -> Result<Heap<'_>, Error> {
+        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
+        let plan = heap::Plan::new(options, self.node(), self.nodes())?;
+        let planned = plan.regions.into_iter();
+        let made = planned.map(|(options, units)| self.make(&mut regions, &options, Some(units)));
+        Ok(Heap::new(self, made.collect::<Result<_, Error>>()?))
+    }
+
+    /// Makes a region of the next number, of which this node hands out some units.
+    fn make(
+        &self,
+        regions: &mut u32,
+        options: &RegionOptions,
+        units: Option<Range<u32>>,
+    ) -> Result<Region<'_>, Error> {
         let number = *regions;
         if number as usize >= REGIONS_MAX {
             return Err(Error::TooManyRegions);
@@ -253,8 +286,10 @@ impl Session {
             session: self,
             number,
             options,
+            arena: units.map(Arena::new),
         };
-        let region = agreement.reach();
+        let geometry = Geometry::new(options.bytes, options.unit);
+        let region = geometry.and_then(|geometry| agreement.reach(geometry));
         *regions += 1;
         if region.is_err() {
             // The others wait for this node.
@@ -289,27 +324,31 @@ struct Agreement<'a, 'o> {
     session: &'a Session,
     number: u32,
     options: &'o RegionOptions,
+    arena: Option<Arena>,
 }
 
 impl<'a> Agreement<'a, '_> {
-    fn reach(&self) -> Result<Region<'a>, Error> {
+    fn reach(&self, geometry: Geometry) -> Result<Region<'a>, Error> {
         let own = self.session.cluster.own();
+        let homes = self.options.homes.homes(self.session.cluster.nodes().collect())?;
+        if homes.is_first_touch() && self.options.consistency == Consistency::Release {
+            return Err(Error::NoFirstTouch);
+        }
         // Earlier views stay mapped: the others may still read them.
         let mut earlier = Vec::new();
         for attempt in 0..ATTEMPTS {
             let view = if own.number() == 0 {
-                self.map_anywhere()?
+                self.map_anywhere(geometry)?
             } else {
                 let offer = self.wait_for_offer(attempt)?;
-                if offer.pages != self.pages()? || offer.digest != self.digest() {
-                    let (node, region) = (0, self.number);
-                    return Err(Error::Differs { node, region });
+                if offer.pages != system_pages(geometry) || offer.digest != self.digest() {
+                    return Err(Error::OtherSettings { region: self.number });
                 }
-                match self.map(Some(offer.address)) {
+                match self.map(geometry, Some(offer.address)) {
                     Err(Error::Memory(memory::Error::Place(error))) => {
                         // Addresses that the system does not have look like a lack of memory.
                         if matches!(error, PlaceError::NoMemory(_)) {
-                            drop(self.map(None)?);
+                            drop(self.map(geometry, None)?);
                         }
                         self.tell_first(attempt, Step::Taken);
                         continue;
@@ -317,7 +356,7 @@ impl<'a> Agreement<'a, '_> {
                     view => view?,
                 }
             };
-            let pages = self.publish(attempt, view)?;
+            let pages = self.publish(attempt, view, geometry, homes.clone())?;
             if self.has_agreed(attempt)? {
                 let region = Region::new(self.session, self.number, pages.clone());
                 self.session.shared.read_faults(self.number, &pages);
@@ -331,43 +370,40 @@ impl<'a> Agreement<'a, '_> {
     }
 
     /// Maps the region far from where the system maps libraries, which each node has elsewhere, or else where the system wishes.
-    fn map_anywhere(&self) -> Result<View, Error> {
+    fn map_anywhere(&self, geometry: Geometry) -> Result<View, Error> {
         for _ in 0..ATTEMPTS {
             let nonce = random_nonce()?;
             let number = u64::from_le_bytes(*nonce.first_chunk().unwrap_or(&[0; 8]));
             let address = ADDRESSES.start + number % (ADDRESSES.end - ADDRESSES.start);
-            match self.map(Some(address.next_multiple_of(ADDRESS_ALIGNMENT))) {
+            match self.map(geometry, Some(address.next_multiple_of(ADDRESS_ALIGNMENT))) {
                 Err(Error::Memory(memory::Error::Place(_))) => {}
                 view => return view,
             }
         }
-        self.map(None)
-    }
-
-    fn pages(&self) -> Result<u64, Error> {
-        let bytes = self.options.bytes;
-        let pages = bytes.div_ceil(rustix::param::page_size() as u64);
-        match pages > 0 && pages < u64::from(u32::MAX) {
-            true => Ok(pages),
-            false => Err(Error::Size(bytes)),
-        }
+        self.map(geometry, None)
     }
 
     fn digest(&self) -> u64 {
-        self.options.row << 1 | u64::from(self.options.consistency == Consistency::Release)
+        let is_release = self.options.consistency == Consistency::Release;
+        let digest = Digest::NEW.add(self.options.unit).add(is_release.into());
+        self.options.homes.digest(digest).value()
     }
 
-    fn map(&self, address: Option<u64>) -> Result<View, Error> {
-        let bytes = self.pages()? * rustix::param::page_size() as u64;
+    fn map(&self, geometry: Geometry, address: Option<u64>) -> Result<View, Error> {
+        let bytes = geometry.bytes();
         let len = usize::try_from(bytes).map_err(|_| Error::Size(bytes))?;
         let alias = rdmux_memory::AnonymousMemory::shareable(len);
         let alias = alias.map_err(|error| Error::NoMemory { bytes, error })?;
         let engine = self.options.mode.engine(&Abilities::probe())?;
-        Ok(View::new(Arc::new(alias), address, engine, Costs::TYPICAL)?)
+        let page_bytes = bytes / u64::from(geometry.pages());
+        let alias = Arc::new(alias);
+        let costs = Costs::TYPICAL;
+        let view = View::repeated(alias, address, engine, costs, page_bytes, geometry.views());
+        Ok(view?)
     }
 
     /// Registers the pages, has the others read them, and tells all of it.
-    fn publish(&self, attempt: u32, view: View) -> Result<Pages, Error> {
+    fn publish(&self, attempt: u32, view: View, geometry: Geometry, homes: Homes) -> Result<Pages, Error> {
         let rights = rdmux_verbs::Access::LOCAL_WRITE | rdmux_verbs::Access::REMOTE_READ;
         let mr = self.session.pd.reg_mr_all(view.alias().clone(), 0, rights)?;
         let key = mr.rkey().0;
@@ -375,19 +411,20 @@ impl<'a> Agreement<'a, '_> {
             FaultMode::Thread => Delivery::Poll,
             FaultMode::Inline | FaultMode::Mprotect => Delivery::Signal,
         };
-        let pages = Pages::new(view, delivery);
-        let nodes: Vec<NodeId> = self.session.cluster.nodes().collect();
-        let bytes = pages.view().mapping().len() as u64;
+        let pages = Pages::new(view, delivery, geometry);
+        let nodes = self.session.cluster.nodes().count() as u32;
         let shadow = match self.options.consistency {
             Consistency::Sequential => None,
-            Consistency::Release => Some(Shadow::new(&self.session.pd, bytes, nodes.len() as u32)?),
+            Consistency::Release => {
+                let (bytes, unit) = (geometry.bytes(), geometry.unit_bytes());
+                Some(Shadow::new(&self.session.pd, bytes, unit, nodes)?)
+            }
         };
         let shadow_key = shadow.as_ref().map_or(0, Shadow::key);
-        let homes = Homes::cyclic(nodes, self.options.row)?;
         let mut driver = self.session.shared.lock();
         let settings = Settings {
             region: self.number,
-            units: self.pages()?,
+            units: geometry.units().into(),
             homes,
             epoch: driver.epoch(),
             members: driver.members(),
@@ -395,11 +432,12 @@ impl<'a> Agreement<'a, '_> {
         if shadow.is_some() {
             self.session.shared.has_release.store(true, Ordering::Release);
         }
-        driver.add(pages.clone(), mr, &settings, shadow);
+        driver.add(pages.clone(), mr, &settings, self.arena.clone(), shadow);
+        let bytes = geometry.bytes();
         driver.sheet().add_region(self.number, bytes, self.options.mode);
         if driver.own().number() == 0 {
             let address = pages.addresses().start;
-            let (pages, digest) = (self.pages()?, self.digest());
+            let (pages, digest) = (system_pages(geometry), self.digest());
             driver.tell_all(&self.joining(
                 attempt,
                 Step::Propose {
@@ -473,6 +511,11 @@ impl<'a> Agreement<'a, '_> {
     }
 }
 
+/// Returns the number of the system's pages that a region has.
+fn system_pages(geometry: Geometry) -> u64 {
+    geometry.bytes() / rustix::param::page_size() as u64
+}
+
 /// Checks that all nodes are there.
 fn check(driver: &Driver) -> Result<(), Error> {
     match driver.gone() {
@@ -490,16 +533,22 @@ fn check_failure(driver: &Driver) -> Result<(), Error> {
     driver.failure().map_or(Ok(()), failed)
 }
 
-/// Checks that a page can be had.
-fn check_page(driver: &Driver, pages: &Pages, page: u32) -> Result<(), Error> {
+/// Checks that a unit can be had.
+fn check_unit(driver: &Driver, pages: &Pages, unit: u32) -> Result<(), Error> {
     check_failure(driver)?;
-    match pages.lost(page) {
+    match pages.lost(unit) {
         Some(node) => Err(Error::Lost {
-            address: pages.addresses().start + u64::from(page) * rustix::param::page_size() as u64,
+            address: pages.address_of(unit),
             node: node.number(),
         }),
         None => Ok(()),
     }
+}
+
+/// Returns the number of units that one thread asks for at a time.
+fn at_once(pages: &Pages) -> u32 {
+    let units = BYTES_AT_ONCE / pages.geometry().unit_bytes();
+    units.clamp(2, UNITS_AT_ONCE) as u32
 }
 
 /// The driver, held by this thread. At the end, its frames are on their way, and threads that sleep look at what has changed.
@@ -684,10 +733,10 @@ impl Shared {
         self.waker.wake();
     }
 
-    /// Waits until this node has had a right to each of some pages. Asks for many at a time.
+    /// Waits until this node has had a right to each of some units. Asks for many at a time.
     ///
     /// # Errors
-    /// [`Error::Lost`] if a page was lost with a node.
+    /// [`Error::Lost`] if a unit was lost with a node.
     pub(crate) fn acquire(
         &self,
         region: u32,
@@ -695,20 +744,21 @@ impl Shared {
         wanted: Range<u32>,
         access: Access,
     ) -> Result<(), Error> {
-        // Pages before the one have been had, and those before the other been asked for.
+        let at_once = at_once(pages);
+        // Units before the one have been had, and those before the other been asked for.
         let (mut had, mut asked) = (wanted.start, wanted.start);
         self.wait_by(&FOR_PAGES, |driver| {
             loop {
-                let ahead = wanted.end.min(had.saturating_add(PAGES_AT_ONCE));
-                for page in asked..ahead {
-                    driver.ask(region, pages, page, access);
+                let ahead = wanted.end.min(had.saturating_add(at_once));
+                for unit in asked..ahead {
+                    driver.ask(region, pages, unit, access);
                 }
                 // A right that this node may give itself comes at once.
                 driver.carry_out();
                 asked = asked.max(ahead);
                 let before = had;
                 while had < wanted.end {
-                    check_page(driver, pages, had)?;
+                    check_unit(driver, pages, had)?;
                     if !pages.allow(had, access) {
                         break;
                     }
@@ -726,35 +776,62 @@ impl Shared {
         })
     }
 
-    /// Asks for the first of some pages to which this node has no right, without waiting.
+    /// Asks for the first of some units to which this node has no right, without waiting.
     pub(crate) fn prefetch(&self, region: u32, pages: &Pages, wanted: Range<u32>, access: Access) {
-        let is_away = |page: &u32| !pages.allow(*page, access) && pages.lost(*page).is_none();
+        let is_away = |unit: &u32| !pages.allow(*unit, access) && pages.lost(*unit).is_none();
         self.act(|driver| {
-            for page in wanted.filter(is_away).take(PAGES_AT_ONCE as usize) {
-                driver.ask(region, pages, page, access);
+            for unit in wanted.filter(is_away).take(at_once(pages) as usize) {
+                driver.ask(region, pages, unit, access);
             }
         });
     }
 
-    /// Waits until this node has a right to a page, and calls a function before any other node can take it.
+    /// Waits until this node has a right to a unit, and calls a function before any other node can take it.
     ///
     /// # Errors
-    /// [`Error::Lost`] if the page was lost with a node.
+    /// [`Error::Lost`] if the unit was lost with a node.
     pub(crate) fn access(
         &self,
         region: u32,
         pages: &Pages,
-        page: u32,
+        unit: u32,
         access: Access,
         mut f: impl FnMut() -> Result<(), Fault>,
     ) -> Result<(), Error> {
         self.wait_by(&FOR_PAGES, |driver| {
-            check_page(driver, pages, page)?;
-            driver.ask(region, pages, page, access);
+            check_unit(driver, pages, unit)?;
+            driver.ask(region, pages, unit, access);
             driver.carry_out();
-            match pages.allow(page, access) {
+            match pages.allow(unit, access) {
                 true => f().map(Some).map_err(|fault| Error::Failed(fault.to_string())),
                 false => Ok(None),
+            }
+        })
+    }
+
+    /// Asks a node to allocate or free units of a region, and waits for the answer.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if the node is.
+    pub(crate) fn memory(
+        &self,
+        home: NodeId,
+        region: u32,
+        request: heap_message::Body,
+    ) -> Result<heap_message::Body, Error> {
+        let mut ticket = None;
+        self.wait(|driver| {
+            let ticket = *ticket.get_or_insert_with(|| driver.ask_for_memory(home, region, request));
+            if let Some(answer) = driver.take_memory(ticket) {
+                return Ok(Some(answer));
+            }
+            match driver.loss_of(home) {
+                Some(reason) => {
+                    driver.give_up_memory(ticket);
+                    let node = home.number();
+                    Err(Error::Gone { node, reason })
+                }
+                None => Ok(None),
             }
         })
     }

@@ -133,16 +133,15 @@ fn find(address: u64) -> Option<Caught> {
 impl Caught {
     /// Waits until the access is allowed. Returns false if it never is.
     fn answer(&self, address: u64, access: Option<Access>) -> bool {
-        let page_bytes = rustix::param::page_size() as u64;
-        let page = ((address - self.addresses.start) / page_bytes) as u32;
+        let unit = self.pages.geometry().unit_at(address - self.addresses.start);
         let view = self.pages.view();
-        let access = access.unwrap_or_else(|| match view.state(page) {
+        let access = access.unwrap_or_else(|| match self.pages.state(unit) {
             PageState::Shared => Access::Write,
             // A write faults once more.
             _ => Access::Read,
         });
-        if !view.state(page).allows(access) {
-            let wanted = page..page + 1;
+        if !self.pages.state(unit).allows(access) {
+            let wanted = unit..unit + 1;
             return self
                 .shared
                 .acquire(self.region, &self.pages, wanted, access)
@@ -150,7 +149,7 @@ impl Caught {
         }
         // A batch has taken this page's rights together with those of its neighbours.
         let fault = Fault {
-            address: address - address % page_bytes,
+            address: address - address % rustix::param::page_size() as u64,
             access,
             kind: Kind::Absent,
         };

@@ -77,8 +77,19 @@ impl AnonymousMemory {
     /// # Errors
     /// Also fails for memory that peers cannot map, which is in no file.
     pub fn map_again(&self, address: Option<u64>) -> Result<PlacedMapping, PlaceError> {
+        self.map_times(address, 1)
+    }
+
+    /// Does that several times, one behind the other: all show the same bytes.
+    ///
+    /// # Errors
+    /// As [`AnonymousMemory::map_again`].
+    ///
+    /// # Panics
+    /// If it is to be mapped no time.
+    pub fn map_times(&self, address: Option<u64>, times: usize) -> Result<PlacedMapping, PlaceError> {
         let file = self.file.as_ref().ok_or(Unmappable::NotSealed)?;
-        PlacedMapping::new(file, address, self.mapping.len())
+        PlacedMapping::new(file, address, self.mapping.len(), times)
     }
 
     /// The file that peers may map.

@@ -34,11 +34,12 @@
 //!
 //! Regions with release consistency have kinds 10 and 11 and no other ones. [`notice`] has what their nodes read from each other besides contents.
 //!
-//! Kinds from 32 on are those of [`sync`], whose messages are as long.
+//! [`heap`] has kinds 21 to 23, and [`sync`] those from 32 on; their messages are as long.
 
 pub mod sync;
 
 pub mod frame;
+pub mod heap;
 pub mod joining;
 pub mod membership;
 pub mod notice;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use hdrhistogram::Histogram;
 use rdmux_dsm::protocol::Homes;
-use rdmux_dsm::{Cluster, FaultMode, RegionOptions, Session};
+use rdmux_dsm::{Cluster, FaultMode, Placement, RegionOptions, Session};
 use serde_json::{Value, json};
 
 use super::FAULT_NAMES;
@@ -109,7 +109,7 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
     let kind = kind.context("no such kind of fault")?;
     let mut options = RegionOptions::new(2 * PAGES * PAGE)?;
     // The second half of the pages has its home at node 1.
-    options.row = PAGES;
+    options.homes = Placement::InTurn(PAGES);
     let region = session.region(&options)?;
     let mut thread = session.thread(0)?;
     let all = NonZeroU32::MIN.saturating_add(1);

@@ -65,7 +65,7 @@ const OF_TWO_THREADS: Setup = Setup {
 };
 
 /// Returns what `--table dsm-programs` measures.
-pub(super) fn suite() -> Suite {
+pub(crate) fn suite() -> Suite {
     let [alone, pages] = tables(["alone_s", "pages"], ["Alone, s", "Pages read by node 0"], false);
     let [beside, _] = tables(["beside_s", ""], ["Beside a busy process on CPU 0, s", ""], true);
     Suite {

@@ -6,6 +6,7 @@ use rdmux_wire::dsm::joining::{Joining, Step};
 
 use super::release::{Coherence, Shadow};
 use super::{Driver, REGIONS_MAX, Region};
+use crate::heap::Arena;
 use crate::memory::PageBatch;
 use crate::protocol;
 use crate::region::Pages;
@@ -139,12 +140,14 @@ impl Driver {
         self.send(0, joining.emit());
     }
 
-    /// Adds a region, whose pages this node has mapped: the others may use it from now on. One with a shadow has release consistency.
+    /// Adds a region, whose pages this node has mapped and of which it hands out an arena: the others may use it from now on. One with a shadow has
+    /// release consistency.
     pub(crate) fn add(
         &mut self,
         pages: Pages,
         mr: MemoryRegion,
         settings: &protocol::Settings,
+        arena: Option<Arena>,
         shadow: Option<Shadow>,
     ) {
         let index = settings.region as usize;
@@ -156,6 +159,7 @@ impl Driver {
             keys: vec![None; self.peers.len()],
             protections: Vec::new(),
             batch: PageBatch::new(),
+            arena,
             number: settings.region,
             sheet: self.sheet.clone(),
         }));

@@ -56,14 +56,15 @@ impl Layout {
 }
 
 impl Shadow {
-    /// Makes the shadow of a region of so many bytes, which are whole pages.
+    /// Makes the shadow of a region, whose units have so many bytes.
     ///
     /// # Errors
     /// The system lacks memory, or the device.
-    pub(crate) fn new(pd: &ProtectionDomain, bytes: u64, nodes: u32) -> Result<Shadow, Error> {
-        let unit = rustix::param::page_size() as u64;
+    pub(crate) fn new(pd: &ProtectionDomain, bytes: u64, unit: u64, nodes: u32) -> Result<Shadow, Error> {
         let layout = Layout { frames: bytes, unit };
-        let all = layout.look(nodes).next_multiple_of(unit);
+        let all = layout
+            .look(nodes)
+            .next_multiple_of(rustix::param::page_size() as u64);
         let memory = usize::try_from(all).map_err(io::Error::other);
         let memory = memory.and_then(AnonymousMemory::shareable);
         let memory = Arc::new(memory.map_err(|error| Error::NoMemory { bytes, error })?);

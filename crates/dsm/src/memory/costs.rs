@@ -68,6 +68,21 @@ impl Costs {
         })
     }
 
+    /// Returns the prices for pages that are so many of the system's each.
+    pub(super) fn of_pages(self, count: u64) -> Costs {
+        let count = u32::try_from(count).unwrap_or(u32::MAX);
+        let of = |price: Price| Price {
+            page_ns: price.page_ns.saturating_mul(count),
+            ..price
+        };
+        Costs {
+            drop: of(self.drop),
+            protect: of(self.protect),
+            install: of(self.install),
+            unprotect: of(self.unprotect),
+        }
+    }
+
     /// Prices of a virtual machine, until others are measured.
     pub const TYPICAL: Costs = Costs {
         drop: Price {

@@ -62,6 +62,9 @@ pub struct Wanted {
 
 /// The program's view of a region: a second mapping of its file, with a state for each page. All pages are `Invalid` at first.
 ///
+/// It may have the file several times, one behind the other ([`View::repeated`]), so that each part of a frame can be seen by a page with a state of
+/// its own; and a page of it may be several of the system's, which change together.
+///
 /// Any thread may change pages and answer faults at any time: rights are given only while the state of a page is kept, and taken after it has
 /// changed. Of two changes of one page at the same time either may be the first: the other waits until the call of the first returns. Threads have
 /// no more rights than the table says when a call returns; only after a call that has failed they may, and then the view is of no use any more.
@@ -87,6 +90,8 @@ pub struct View {
     alias: Arc<AnonymousMemory>,
     costs: Costs,
     page_bytes: u64,
+    /// Pages until the file begins again.
+    pages_each: u32,
 }
 
 impl View {
@@ -101,10 +106,35 @@ impl View {
         engine: Engine,
         costs: Costs,
     ) -> Result<View, Error> {
-        let app = alias.map_again(address)?;
+        let page_bytes = rustix::param::page_size() as u64;
+        View::repeated(alias, address, engine, costs, page_bytes, 1)
+    }
+
+    /// Maps a region `times` one behind the other, with pages of `page_bytes`, of which the region has whole ones.
+    ///
+    /// # Errors
+    /// As [`View::new`].
+    ///
+    /// # Panics
+    /// If a page is none or several of the system's, or the region is to be mapped no time.
+    pub fn repeated(
+        alias: Arc<AnonymousMemory>,
+        address: Option<u64>,
+        engine: Engine,
+        costs: Costs,
+        page_bytes: u64,
+        times: u32,
+    ) -> Result<View, Error> {
+        let system_page = rustix::param::page_size() as u64;
+        let file_bytes = alias.mapping().len() as u64;
+        assert!(page_bytes > 0 && page_bytes.is_multiple_of(system_page));
+        assert!(
+            file_bytes.is_multiple_of(page_bytes),
+            "pages of {page_bytes} bytes"
+        );
+        let app = alias.map_times(address, times as usize)?;
         let advised = alias.mapping().refuse_huge_pages();
         advised.map_err(|error| Error::of("madvise", &error))?;
-        let page_bytes = rustix::param::page_size() as u64;
         let len = app.mapping().len();
         let pages = u32::try_from(len as u64 / page_bytes).map_err(|_| Error::TooLarge)?;
         let mut writes = Writes::Fault;
@@ -137,8 +167,9 @@ impl View {
             bridges,
             table: PageTable::new(pages).map_err(|error| Error::of("mmap", &error))?,
             alias,
-            costs,
+            costs: costs.of_pages(page_bytes / system_page),
             page_bytes,
+            pages_each: (file_bytes / page_bytes) as u32,
         })
     }
 
@@ -251,7 +282,7 @@ impl View {
                 state = PageState::Modified;
             }
             // The state may have changed just now.
-            if self.give(page..page + 1, state, true)? {
+            if self.give_back(page, fault.address, state)? {
                 return Ok(None);
             }
         }
@@ -275,8 +306,9 @@ impl View {
         let start = self.app.mapping().address();
         let mut written: Vec<Range<u32>> = Vec::new();
         let mut add = |page: u32| {
-            // The kernel counts absent pages as written.
-            if !self.table.state(page).allows(Access::Read) {
+            // The kernel counts absent pages as written. Of a page that is several of the system's, each may be found.
+            let is_known = written.last().is_some_and(|last| last.end > page);
+            if is_known || !self.table.state(page).allows(Access::Read) {
                 return;
             }
             self.table.change(page, |state| Change::Protect.of(state));
@@ -286,8 +318,9 @@ impl View {
             }
         };
         let taken = userfault.take_written(self.addresses(&pages), |found| {
-            let page_of = |address: u64| ((address - start) / self.page_bytes) as u32;
-            (page_of(found.start)..page_of(found.end)).for_each(&mut add);
+            let first = (found.start - start) / self.page_bytes;
+            let end = (found.end - start).div_ceil(self.page_bytes);
+            (first as u32..end as u32).for_each(&mut add);
         });
         if taken.is_err() && self.writes == Writes::Record {
             // The scan may have protected more pages than it has returned. The first error is the one to report.
@@ -341,9 +374,11 @@ impl View {
         let Some(userfault) = &self.userfault else {
             return Err(POISON_LACKS);
         };
-        // The kernel keeps the protection of an absent page, and poisons none that has it.
-        userfault.unprotect(self.addresses(&pages))?;
-        userfault.poison(self.addresses(&pages))
+        self.pieces(pages).try_for_each(|piece| {
+            // The kernel keeps the protection of an absent page, and poisons none that has it.
+            userfault.unprotect(self.addresses(&piece))?;
+            userfault.poison(self.addresses(&piece))
+        })
     }
 
     /// Notes a change in the table. Returns whether it fits.
@@ -389,11 +424,32 @@ impl View {
             PageState::Modified => self.install(pages, Access::Write),
             _ => self.install(pages, Access::Read),
         };
-        let wake = |page| match &self.userfault {
+        self.table.give(pages, state, give, |page| self.wake(page))
+    }
+
+    /// Gives the rights of its state to the system's page at an address, which is in a page: others of that page may be installed already, and
+    /// would cost a call each.
+    fn give_back(&self, page: u32, address: u64, state: PageState) -> Result<bool, Error> {
+        let system_page = rustix::param::page_size() as u64;
+        let at = address - address % system_page;
+        let access = match state {
+            PageState::Modified => Access::Write,
+            _ => Access::Read,
+        };
+        let give = |pages| match &self.userfault {
+            Some(userfault) => self.install_at(userfault, at..at + system_page, access),
+            None => self.install(pages, access),
+        };
+        self.table
+            .give(page..page + 1, state, give, |page| self.wake(page))
+    }
+
+    /// Wakes the threads that wait for a page: they touch it once more.
+    pub(crate) fn wake(&self, page: u32) -> Result<(), Error> {
+        match &self.userfault {
             Some(userfault) => userfault.wake(self.addresses(&(page..page + 1))),
             None => Ok(()),
-        };
-        self.table.give(pages, state, give, wake)
+        }
     }
 
     /// Makes pages absent.
@@ -411,7 +467,9 @@ impl View {
     /// Takes the right to write.
     pub(super) fn protect(&self, pages: Range<u32>) -> Result<(), Error> {
         match &self.userfault {
-            Some(userfault) => userfault.protect(self.addresses(&pages)),
+            Some(userfault) => self
+                .pieces(pages)
+                .try_for_each(|piece| userfault.protect(self.addresses(&piece))),
             None => self.set_rights(pages, Rights::Read),
         }
     }
@@ -419,7 +477,9 @@ impl View {
     /// Gives the right to write.
     pub(super) fn unprotect(&self, pages: Range<u32>) -> Result<(), Error> {
         match &self.userfault {
-            Some(userfault) => userfault.unprotect(self.addresses(&pages)),
+            Some(userfault) => self
+                .pieces(pages)
+                .try_for_each(|piece| userfault.unprotect(self.addresses(&piece))),
             None => self.set_rights(pages, Rights::ReadWrite),
         }
     }
@@ -435,22 +495,38 @@ impl View {
                 },
             );
         };
-        let addresses = self.addresses(&pages);
+        self.pieces(pages)
+            .try_for_each(|piece| self.install_at(userfault, self.addresses(&piece), access))
+    }
+
+    /// Installs the system's pages at addresses of one time of the file.
+    fn install_at(&self, userfault: &Userfault, addresses: Range<u64>, access: Access) -> Result<(), Error> {
         match userfault.install(addresses.clone(), access) {
             Err(Error::NoFrame(at)) => {
-                let first = (at - self.app.mapping().address()) / self.page_bytes;
-                self.make_frames(&(first as u32..pages.end))?;
+                self.make_frames(at..addresses.end)?;
                 userfault.install(at..addresses.end, access)
             }
             result => result,
         }
     }
 
-    /// Makes frames, of zeros, for pages of the file that have none.
-    fn make_frames(&self, pages: &Range<u32>) -> Result<(), Error> {
-        let (offset, len) = self.bytes(pages);
+    /// Makes frames, of zeros, for those addresses of one time of the file that have none.
+    fn make_frames(&self, addresses: Range<u64>) -> Result<(), Error> {
+        let offset = (addresses.start - self.app.mapping().address()) % self.alias.mapping().len() as u64;
+        let len = (addresses.end - addresses.start) as usize;
         let made = self.alias.mapping().populate(offset, len);
         made.map_err(|error| Error::of("making frames", &error))
+    }
+
+    /// Divides pages where the file begins again: the kernel installs and poisons pages of one mapping at a time.
+    fn pieces(&self, pages: Range<u32>) -> impl Iterator<Item = Range<u32>> + use<> {
+        let each = self.pages_each;
+        let mut at = pages.start;
+        std::iter::from_fn(move || {
+            let piece = at..pages.end.min((at / each + 1).saturating_mul(each));
+            at = piece.end;
+            (!piece.is_empty()).then_some(piece)
+        })
     }
 
     fn set_rights(&self, pages: Range<u32>, rights: Rights) -> Result<(), Error> {

@@ -36,6 +36,9 @@ pub enum HomesError {
     /// A range does not begin behind the one before.
     #[error("a range of units begins at {0}, which is not behind the beginning of the range before")]
     Unsorted(u64),
+    /// A node is none of those that share the region.
+    #[error("node {0} cannot be a home: it is none of the nodes")]
+    Stranger(u32),
 }
 
 impl Homes {
@@ -97,7 +100,7 @@ impl Homes {
     }
 
     /// Returns whether [`Homes::of`] is the registrar.
-    pub(super) fn is_first_touch(&self) -> bool {
+    pub(crate) fn is_first_touch(&self) -> bool {
         matches!(self.0, Rule::FirstTouch(_))
     }
 }

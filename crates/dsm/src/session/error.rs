@@ -8,6 +8,7 @@ use rdmux_wire::dsm::joining::VERSION;
 
 use super::ATTEMPTS;
 use crate::driver::REGIONS_MAX;
+use crate::geometry::{UNIT_BYTES_MAX, UNIT_BYTES_MIN};
 use crate::link;
 use crate::memory;
 use crate::protocol::HomesError;
@@ -94,6 +95,14 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
+    /// Node 0 makes the region with other settings. No region can be made after that.
+    #[error(
+        "node 0 makes region {region} of another size, or with other units or homes: let all nodes make the same regions in the same order"
+    )]
+    OtherSettings {
+        /// Number of the region.
+        region: u32,
+    },
     /// A node cannot make the region, or the programs do not make the same ones. No region can be made after that.
     #[error(
         "node {node} cannot make region {region}, or makes it with other settings: see its error, and let all nodes make the same regions in the same order"
@@ -121,9 +130,17 @@ pub enum Error {
     /// The region has no bytes, or more than the system can map.
     #[error("a region of {0} bytes cannot be made")]
     Size(u64),
-    /// The homes of the pages cannot be given.
+    /// A unit cannot have so many bytes.
+    #[error(
+        "a unit of {0} bytes cannot be had: give a power of two from {UNIT_BYTES_MIN} to {UNIT_BYTES_MAX}"
+    )]
+    Unit(u64),
+    /// The homes of the units cannot be given.
     #[error(transparent)]
     Homes(#[from] HomesError),
+    /// A region with release consistency has to have homes that all nodes know.
+    #[error("a region with release consistency cannot have homes by first touch: choose other homes")]
+    NoFirstTouch,
     /// Pages cannot be had or changed.
     #[error(transparent)]
     Memory(#[from] memory::Error),
@@ -131,12 +148,48 @@ pub enum Error {
     #[error("the shared memory is of no use any more: {0}")]
     Failed(String),
     /// A page was lost with a node.
-    #[error("the page at {address:#x} was lost with node {node}")]
+    #[error("the memory at {address:#x} was lost with node {node}")]
     Lost {
         /// Address of the page.
         address: u64,
         /// The node.
         node: u32,
+    },
+    /// A node has no room for an object.
+    #[error(
+        "node {node} has no room for an object of {bytes} bytes: free others, place it at another node, or make a larger heap"
+    )]
+    NoRoom {
+        /// The node.
+        node: u32,
+        /// Bytes of the object.
+        bytes: u64,
+    },
+    /// An object cannot be aligned so.
+    #[error(
+        "an object of {bytes} bytes cannot be aligned to {alignment}: no alignment is larger than a page"
+    )]
+    Object {
+        /// Bytes of the object.
+        bytes: u64,
+        /// Its alignment, in bytes.
+        alignment: u64,
+    },
+    /// What is freed is no object.
+    #[error(
+        "no object begins at {address:#x}, or it was freed already: free the address that was allocated, once"
+    )]
+    NotAllocated {
+        /// The address.
+        address: u64,
+    },
+    /// Bytes are not in the heap.
+    #[error("{bytes} bytes at {address:#x} are not in the place of one object of the heap")]
+    NotInHeap {
+        /// Their address.
+        address: u64,
+        /// Their number.
+        bytes: u64,
     },
     /// Writes could not be released, as the home of their pages is gone.
     #[error("writes were lost with node {node}, which was the home of their pages")]

@@ -63,7 +63,10 @@ fn turn(shared: &Shared, readers: &[(u32, Pages)], faults: &mut Vec<Fault>) -> b
             any = true;
             match pages.view().resolve(*fault) {
                 Ok(None) => {}
-                Ok(Some(wanted)) => driver.fault(*region, wanted.page, wanted.access),
+                Ok(Some(wanted)) => {
+                    let unit = pages.geometry().unit_of(wanted.page);
+                    driver.fault(*region, unit, wanted.access);
+                }
                 Err(error) => driver.fail(error),
             }
         }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap, mprotect};
+use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap, mmap_anonymous, mprotect};
 
 use super::{Mapping, Unmappable, check_sealed_file};
 
@@ -49,9 +49,20 @@ pub enum PlaceError {
 }
 
 impl PlacedMapping {
-    /// Maps the first `len` bytes of a sealed file in memory. `len` is a multiple of the page size. Without an address the system chooses one.
-    pub fn new(file: impl AsFd, address: Option<u64>, len: usize) -> Result<PlacedMapping, PlaceError> {
+    /// Maps the first `len` bytes of a sealed file in memory, so many times one behind the other. `len` is a multiple of the page size. Without an
+    /// address the system chooses one.
+    ///
+    /// # Panics
+    /// If the file is to be mapped no time.
+    pub fn new(
+        file: impl AsFd,
+        address: Option<u64>,
+        len: usize,
+        times: usize,
+    ) -> Result<PlacedMapping, PlaceError> {
+        assert!(times > 0);
         check_sealed_file(&file, len as u64)?;
+        let all = len.checked_mul(times).ok_or(PlaceError::NoMemory(usize::MAX))?;
         let place = match address {
             Some(0) => return Err(PlaceError::Address(0)),
             Some(address) => std::ptr::without_provenance_mut(address as usize),
@@ -62,18 +73,34 @@ impl PlacedMapping {
             None => MapFlags::empty(),
         };
         let start = address.unwrap_or(0);
-        let end = start.checked_add(len as u64).ok_or(PlaceError::Address(start))?;
-        let flags = MapFlags::SHARED | MapFlags::NORESERVE | fixed;
+        let end = start.checked_add(all as u64).ok_or(PlaceError::Address(start))?;
+        let refused = |error| match error {
+            Errno::EXIST => PlaceError::Taken(start..end),
+            Errno::INVAL | Errno::PERM => PlaceError::Address(start),
+            Errno::NOMEM => PlaceError::NoMemory(all),
+            error => PlaceError::Other(error.into()),
+        };
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | fixed;
         // SAFETY: the call replaces no mapping that exists, by its flag or because the kernel chooses the address.
-        let base = unsafe { mmap(place, len, ProtFlags::READ | ProtFlags::WRITE, flags, file, 0) }.map_err(
-            |error| match error {
-                Errno::EXIST => PlaceError::Taken(start..end),
-                Errno::INVAL | Errno::PERM => PlaceError::Address(start),
-                Errno::NOMEM => PlaceError::NoMemory(len),
-                error => PlaceError::Other(error.into()),
-            },
-        )?;
-        let mapping = Mapping::from_base(base.cast(), len, true).map_err(PlaceError::Other)?;
+        let base = unsafe { mmap_anonymous(place, all, ProtFlags::empty(), flags) }.map_err(refused)?;
+        let mapping = Mapping::from_base(base.cast(), all, true).map_err(PlaceError::Other)?;
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE | MapFlags::FIXED;
+        for time in 0..times {
+            let at = mapping.at((time * len) as u64, len as u64);
+            let at = at.map_err(|_| PlaceError::Address(start))?;
+            // SAFETY: it replaces a part of what was reserved above, which nobody has touched.
+            unsafe {
+                mmap(
+                    at.cast(),
+                    len,
+                    ProtFlags::READ | ProtFlags::WRITE,
+                    flags,
+                    &file,
+                    0,
+                )
+            }
+            .map_err(refused)?;
+        }
         // A kernel that does not know the flag takes the address for a wish.
         if address.is_some_and(|address| address != mapping.address()) {
             return Err(PlaceError::Taken(start..end));
@@ -153,6 +180,26 @@ mod tests {
         view.set_rights(0, page(), Rights::None).unwrap();
         view.set_rights(page() as u64, page(), Rights::Read).unwrap();
         assert_eq!(view.mapping().load(page()), 7);
+    }
+
+    #[test]
+    fn map_times__has_the_same_bytes_each_time_with_rights_of_their_own() {
+        let memory = AnonymousMemory::shareable(2 * page()).unwrap();
+        let view = memory.map_times(None, 3).unwrap();
+        assert_eq!(view.mapping().len(), 6 * page());
+        view.mapping()
+            .word(3 * page())
+            .store(7, std::sync::atomic::Ordering::Relaxed);
+        for time in 0..3 {
+            assert_eq!(view.mapping().load((2 * time + 1) * page()), 7);
+        }
+        let first = view.mapping().address() + page() as u64;
+        // Across the boundary of two times.
+        view.set_rights(page() as u64, 2 * page(), Rights::None).unwrap();
+        view.drop_pages(3 * page() as u64, 2 * page()).unwrap();
+        assert_eq!(view.mapping().load(5 * page()), 7);
+        let taken = memory.map_again(Some(first)).unwrap_err();
+        assert!(matches!(taken, PlaceError::Taken(_)), "{taken}");
     }
 
     /// A child would touch the pages without anybody's knowledge.

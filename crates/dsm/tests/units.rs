@@ -1,0 +1,293 @@
+//! Units smaller and larger than a page, on nodes as processes.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+mod common;
+
+use std::num::NonZeroU32;
+use std::sync::atomic::Ordering;
+
+use common::{MODES, named, run, run_as_node};
+use rdmux_dsm::{Access, Array, Error, Placement, Region, RegionOptions, Session, Thread};
+
+const PAGE: u64 = 4096;
+
+#[test]
+fn node() {
+    run_as_node(&[
+        ("small", small),
+        ("large", large),
+        ("contended", contended),
+        ("dies", dies),
+        ("wrong", wrong),
+        ("unequal", unequal),
+    ]);
+}
+
+fn region(session: &Session, bytes: u64, unit: u64) -> Region<'_> {
+    let options = RegionOptions::new(bytes).unwrap();
+    session.region(&RegionOptions { unit, ..options }).unwrap()
+}
+
+fn meet(session: &Session, thread: &mut Thread<'_>) {
+    let parties = NonZeroU32::new(session.nodes()).unwrap();
+    thread.barrier(0, parties).unwrap();
+}
+
+fn words<'a>(region: &'a Region<'a>, unit: u64) -> Array<'a, u64> {
+    let bytes = region.unit_bytes();
+    region.array(unit * bytes, bytes as usize / 8)
+}
+
+/// Each node writes the units at home there, which lie beside those of the other nodes, and then all nodes read all.
+fn small(session: &Session) {
+    const PAGES: u64 = 3;
+    let mut thread = session.thread(0).unwrap();
+    let (own, nodes) = (u64::from(session.node()), u64::from(session.nodes()));
+    for unit_bytes in [64, 128, 512, 2048] {
+        let region = region(session, PAGES * PAGE, unit_bytes);
+        let units = PAGES * PAGE / unit_bytes;
+        let value = |unit: u64, word: usize, round: u64| unit << 32 | (word as u64) << 8 | round;
+        for round in 1..4 {
+            let before = region.stat();
+            let owns = |unit: &u64| unit % nodes == own;
+            for unit in (0..units).filter(owns) {
+                let words = words(&region, unit);
+                (0..words.len()).for_each(|word| words.set(word, value(unit, word, round)));
+            }
+            let stat = region.stat().since(&before);
+            assert_eq!(stat.fetches, 0, "{unit_bytes}: {stat:?}");
+            if round == 1 {
+                // Nobody else is asked for a unit, though others write beside it.
+                let count = (0..units).filter(owns).count() as u64;
+                assert_eq!(
+                    [stat.messages, stat.write_faults],
+                    [0, count],
+                    "{unit_bytes}: {stat:?}"
+                );
+            }
+            meet(session, &mut thread);
+            for unit in 0..units {
+                let words = words(&region, unit);
+                for word in 0..words.len() {
+                    assert_eq!(
+                        words.get(word),
+                        value(unit, word, round),
+                        "unit {unit}, word {word}"
+                    );
+                }
+            }
+            let stat = region.stat().since(&before);
+            let others = units - (0..units).filter(owns).count() as u64;
+            assert_eq!(stat.fetches, others, "{unit_bytes}: {stat:?}");
+            assert_eq!(stat.fetched_bytes, others * unit_bytes, "{unit_bytes}: {stat:?}");
+            meet(session, &mut thread);
+        }
+    }
+}
+
+#[test]
+fn region__of_small_units_moves_those_alone_that_are_used() {
+    for mode in MODES {
+        run("small", 2, mode);
+    }
+    run("small", 3, MODES[0]);
+}
+
+/// One node writes a word of each page, another one reads them, twice; and then a range of them.
+fn large(session: &Session) {
+    const UNITS: u64 = 5;
+    let mut thread = session.thread(0).unwrap();
+    for unit_bytes in [64 << 10, 2 << 20] {
+        let region = region(session, UNITS * unit_bytes - 1, unit_bytes);
+        let pages = UNITS * unit_bytes / PAGE;
+        let words = region.array::<u64>(0, (pages * PAGE / 8) as usize);
+        let at = |page: u64| (page * PAGE / 8 + page % 512) as usize;
+        let homes_of_1 = UNITS / 2;
+        let mut before = region.stat();
+        for round in 1..4 {
+            if session.node() == 0 {
+                (0..pages).for_each(|page| words.set(at(page), page * round));
+                let stat = region.stat().since(&before);
+                let faults = stat.write_faults + stat.upgrade_faults;
+                assert_eq!(faults, UNITS, "{unit_bytes}: {stat:?}");
+                if round == 1 {
+                    assert_eq!(stat.fetches, homes_of_1, "{unit_bytes}: {stat:?}");
+                }
+            }
+            meet(session, &mut thread);
+            if session.node() == 1 {
+                if round == 3 {
+                    region.acquire(0..pages * PAGE, Access::Read).unwrap();
+                }
+                (0..pages).for_each(|page| assert_eq!(words.get(at(page)), page * round, "page {page}"));
+                let stat = region.stat().since(&before);
+                assert_eq!(
+                    [stat.read_faults, stat.fetches],
+                    [UNITS; 2],
+                    "{unit_bytes}: {stat:?}"
+                );
+                assert_eq!(stat.fetched_bytes, UNITS * unit_bytes, "{stat:?}");
+                if round > 1 {
+                    assert_eq!(stat.invalidations, UNITS, "{unit_bytes}: {stat:?}");
+                }
+            }
+            // The other node takes units back after this.
+            before = region.stat();
+            meet(session, &mut thread);
+        }
+    }
+}
+
+#[test]
+fn region__of_large_units_moves_each_by_one_fault() {
+    for mode in MODES {
+        run("large", 2, mode);
+    }
+}
+
+/// Two threads of each node add to words of all units of one page, each unit at its own address, by the processor's instruction.
+fn contended(session: &Session) {
+    const ROUNDS: u64 = 60;
+    for unit_bytes in [64, 1024, 64 << 10] {
+        let region = region(session, PAGE, unit_bytes);
+        let units = region.bytes() / unit_bytes;
+        let word = |unit: u64| {
+            let place = region.place(unit * unit_bytes + unit_bytes - 8);
+            region.mapping().double_word(place as usize)
+        };
+        let add = |number: u16| {
+            let mut thread = session.thread(number).unwrap();
+            for round in 0..ROUNDS {
+                word(round * 7 % units).fetch_add(1, Ordering::SeqCst);
+            }
+            let parties = NonZeroU32::new(2 * session.nodes()).unwrap();
+            thread.barrier(1, parties).unwrap();
+            let sum: u64 = (0..units).map(|unit| word(unit).load(Ordering::SeqCst)).sum();
+            assert_eq!(sum, ROUNDS * 2 * u64::from(session.nodes()));
+            thread.barrier(1, parties).unwrap();
+        };
+        let add = &add;
+        std::thread::scope(|scope| (1..3).for_each(|number| drop(scope.spawn(move || add(number)))));
+    }
+}
+
+#[test]
+fn double_word__at_its_place_is_one_atomic_of_all_nodes() {
+    for mode in MODES {
+        run("contended", 3, mode);
+    }
+}
+
+/// Node 1 writes a unit, and ends. It takes along that unit alone of a page, or its large unit.
+fn dies(session: &Session) {
+    let mut thread = session.thread(0).unwrap();
+    let regions = [64, 64 << 10].map(|unit| {
+        let options = RegionOptions {
+            unit,
+            homes: Placement::Named(vec![(0, 0), (1, 1), (2, 0)]),
+            ..RegionOptions::new(3 * unit).unwrap()
+        };
+        session.region(&options).unwrap()
+    });
+    for region in &regions {
+        let unit = if session.node() == 0 { 0 } else { 1 };
+        words(region, unit).set(7, 70 + unit);
+    }
+    meet(session, &mut thread);
+    if session.node() == 1 {
+        // Without leaving.
+        std::process::exit(0);
+    }
+    // Ends with the node.
+    let parties = NonZeroU32::new(2).unwrap();
+    assert_eq!(named(&thread.barrier(1, parties).unwrap_err()), 1);
+    for region in &regions {
+        let bytes = region.unit_bytes();
+        let error = region.acquire(bytes..2 * bytes, Access::Read).unwrap_err();
+        assert_eq!(named(&error), 1);
+        let address = region.address() + region.place(bytes);
+        assert!(
+            matches!(error, Error::Lost { address: at, .. } if at == address),
+            "{error}"
+        );
+        let text = format!("the memory at {address:#x} was lost with node 1");
+        assert_eq!(error.to_string(), text);
+        assert_eq!(words(region, 0).get(7), 70);
+        words(region, 2).set(0, 5);
+        assert_eq!(words(region, 2).get(0), 5);
+        let mut word = [0; 8];
+        region.read(2 * bytes, &mut word).unwrap();
+        assert_eq!(u64::from_le_bytes(word), 5);
+        assert!(region.read(bytes, &mut word).is_err());
+    }
+}
+
+#[test]
+fn region__loses_with_a_node_the_unit_alone_that_it_had() {
+    for mode in MODES {
+        run("dies", 2, mode);
+    }
+}
+
+fn wrong(session: &Session) {
+    let small = region(session, PAGE, 256);
+    let area = small.address();
+    assert_eq!(small.bytes(), PAGE);
+    assert_eq!(small.mapping().len() as u64, 16 * PAGE);
+    // The program sees the second unit by the second view alone.
+    assert_eq!(small.place(256), PAGE + 256);
+    for (address, len, bytes) in [
+        (area, 256, Some(0..256)),
+        (area + PAGE + 256, 8, Some(256..264)),
+        (area + 248, 16, None),
+        (area + 256, 8, None),
+        (area + PAGE, 8, None),
+        (area - 1, 1, None),
+        (area + 16 * PAGE, 0, None),
+        (area + 16 * PAGE - 8, 8, Some(PAGE - 8..PAGE)),
+        (u64::MAX, 2, None),
+    ] {
+        assert_eq!(
+            small.bytes_at(address, len),
+            bytes,
+            "{:#x}",
+            address.wrapping_sub(area)
+        );
+    }
+    let array = || small.array::<u64>(248, 2).len();
+    let refused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(array)).unwrap_err();
+    let text = refused.downcast_ref::<String>().unwrap();
+    assert_eq!(text, "2 numbers at 248 are in several units of 256 bytes");
+    let error = session
+        .region(&RegionOptions {
+            unit: 96,
+            ..RegionOptions::new(PAGE).unwrap()
+        })
+        .unwrap_err();
+    let text = "a unit of 96 bytes cannot be had: give a power of two from 64 to 2097152";
+    assert_eq!(error.to_string(), text);
+}
+
+#[test]
+fn region__of_units_that_cannot_be_and_places_of_others() {
+    run("wrong", 1, MODES[0]);
+}
+
+/// The nodes want units of different sizes.
+fn unequal(session: &Session) {
+    let options = RegionOptions {
+        unit: 64 << session.node(),
+        ..RegionOptions::new(PAGE).unwrap()
+    };
+    let error = session.region(&options).unwrap_err();
+    match session.node() {
+        0 => assert!(matches!(error, Error::Differs { node: 1, region: 0 }), "{error}"),
+        _ => assert!(matches!(error, Error::OtherSettings { region: 0 }), "{error}"),
+    }
+    meet(session, &mut session.thread(0).unwrap());
+}
+
+#[test]
+fn region__of_other_units_at_each_node_is_an_error() {
+    run("unequal", 2, MODES[0]);
+}
