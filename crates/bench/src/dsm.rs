@@ -2,6 +2,7 @@
 //! much; and the round trip of a short message by the context that handles it. The floors and peers are the C programs of `bench/`.
 
 mod node;
+mod programs;
 
 use std::process::{Command, Stdio};
 
@@ -9,9 +10,12 @@ use anyhow::{Context, Result};
 use rdmux_dsm::FaultMode;
 use serde_json::Value;
 
-use self::node::Fault;
 pub(super) use self::node::{COMMAND, child};
+use self::node::{Event, Fault};
+pub(super) use self::programs::suite as programs;
+use super::CPUS;
 use super::pair::{TWO_RANKS, installed, peer, stdout, ucx_transport};
+use super::plot;
 use super::table::{Column, Line, Suite, Table};
 
 /// Kinds of faults, and their names for `dsm_floor`.
@@ -202,9 +206,19 @@ fn get(way: &'static Get) -> Line {
 /// Returns what `--table dsm-ladder` measures.
 pub(super) fn ladder() -> Suite {
     let rung = |name, rung: &'static str| Line::new(name, &[4], move |_| bare("rdmux-dsm-ladder", &[rung]));
+    let ours = |name, event: Event| Line::new(name, &[4], move |_| node::event(event));
+    let polling = Event {
+        cpus: CPUS,
+        wait: None,
+        is_idle: false,
+    };
+    let woken = Event {
+        wait: Some("blocked"),
+        ..polling
+    };
     Suite {
         key: "dsm-ladder",
-        conditions: "a word in shared memory between two processes; those that sleep are woken by an eventfd",
+        conditions: "a word in shared memory between two processes, those that sleep are woken by an eventfd; rdmux: fetch-add of a word at another node",
         claim: Some(
             "The talk (Mellanox and Technion, 2003): a short message is answered in 45 us by polling, in 60 us by the interrupt, in 90 us by a process.",
         ),
@@ -218,11 +232,33 @@ pub(super) fn ladder() -> Suite {
                 rung("woken on the same CPU", "same-cpu"),
                 rung("woken on another CPU", "other-cpu"),
                 rung("on another, idle for 1 ms", "idle-cpu"),
+                ours("rdmux, both poll", polling),
+                ours(
+                    "rdmux, woken on the same CPU",
+                    Event {
+                        cpus: [CPUS[0]; 2],
+                        ..woken
+                    },
+                ),
+                ours("rdmux, woken on another CPU", woken),
+                ours(
+                    "rdmux, on another, idle for 1 ms",
+                    Event {
+                        is_idle: true,
+                        ..woken
+                    },
+                ),
             ],
             compares: true,
         }],
         ratios: |_| Vec::new(),
     }
+}
+
+/// Draws the tables of times.
+pub(super) fn plots(suite: &Suite) -> Vec<plot::File> {
+    let tables: Vec<&Table> = suite.tables.iter().filter(|table| table.compares).collect();
+    vec![(format!("{}.svg", suite.key), plot::draw(suite.key, &tables))]
 }
 
 /// Runs a program of two bare processes, which pin themselves; returns its figure.

@@ -94,6 +94,8 @@ enum Which {
     DsmFaults,
     /// The round trip of a short message, by the context that handles it.
     DsmLadder,
+    /// Programs on a distributed shared memory, beside threads and MPI.
+    DsmPrograms,
     /// The first four. The others take as long again.
     All,
 }
@@ -165,6 +167,9 @@ fn main() -> Result<()> {
     if args.table == Which::DsmLadder {
         suites.push(dsm::ladder());
     }
+    if args.table == Which::DsmPrograms {
+        suites.push(dsm::programs());
+    }
     if args.table == Which::Share {
         suites.extend(share::suites(args.gigabytes));
     }
@@ -180,11 +185,12 @@ fn main() -> Result<()> {
     let plots: Option<fn(&Suite) -> Vec<plot::File>> = match args.table {
         Which::Interrupts | Which::Reactors => Some(|suite| interrupts::plots(&suite.tables)),
         Which::Share => Some(share::plots),
+        Which::DsmFaults | Which::DsmPrograms => Some(dsm::plots),
         _ => None,
     };
     ensure!(
         args.svg.is_none() || plots.is_some(),
-        "--svg goes with --table interrupts, reactors or share"
+        "--svg goes with --table interrupts, reactors, share, dsm-faults or dsm-programs"
     );
     if let Some(folder) = &args.svg {
         // Before the measurement, which takes minutes.

@@ -140,13 +140,14 @@ impl Caught {
             // A write faults once more.
             _ => Access::Read,
         });
-        if self
-            .shared
-            .acquire(self.region, &self.pages, unit..unit + 1, access)
-            .is_err()
-        {
-            return false;
+        if !self.pages.allow(unit, access) {
+            let wanted = unit..unit + 1;
+            return self
+                .shared
+                .acquire(self.region, &self.pages, wanted, access)
+                .is_ok();
         }
+        // A batch has taken this page's rights together with those of its neighbours.
         let fault = Fault {
             address: address - address % rustix::param::page_size() as u64,
             access,

@@ -10,7 +10,7 @@ use std::io;
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
-use common::{MODES, Node, named, run_as_node, start, stay, wait_for};
+use common::{MODES, Node, named, rounds, run_as_node, start, stay, wait_for};
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
 use rdmux_dsm::{Error, Region, RegionOptions, Session, Thread};
@@ -210,13 +210,6 @@ fn copying(session: &Session) {
             println!("@ round {round}, {usable} pages");
         }
     }
-}
-
-/// Returns the number of rounds that a node has told.
-fn rounds(node: &mut Node) -> usize {
-    let text = node.printed();
-    assert!(!text.contains("panicked"), "{text}");
-    text.matches("@ round").count()
 }
 
 #[test]

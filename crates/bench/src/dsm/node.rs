@@ -1,4 +1,4 @@
-//! Page faults of the distributed shared memory itself: two nodes, one of which touches pages whose home is the other.
+//! Page faults and events of the distributed shared memory itself: two nodes, one of which touches pages, or changes a word, whose home is the other.
 
 use std::hint::black_box;
 use std::num::NonZeroU32;
@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use hdrhistogram::Histogram;
+use rdmux_dsm::protocol::Homes;
 use rdmux_dsm::{Cluster, FaultMode, Placement, RegionOptions, Session};
 use serde_json::{Value, json};
 
@@ -22,6 +23,8 @@ pub(crate) const COMMAND: &str = "dsm-node";
 /// Pages that are touched, in turn.
 const PAGES: u64 = 1024;
 const PAGE: u64 = 4096;
+/// Events that are measured.
+const EVENTS: usize = 10_000;
 const JOINING: Duration = Duration::from_secs(10);
 
 /// Conditions of a measurement.
@@ -35,19 +38,50 @@ pub(super) struct Fault {
     pub over_udp: bool,
 }
 
+/// Conditions of the round trip of an event.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Event {
+    /// CPUs of the nodes.
+    pub cpus: [usize; 2],
+    /// Value of `RDMUX_WAIT` of both, if they are not to wait as the machine's load allows.
+    pub wait: Option<&'static str>,
+    /// A millisecond passes before each, so that the other node's CPU is idle.
+    pub is_idle: bool,
+}
+
+/// Kinds of events for [`child`].
+const EVENT: &str = "event";
+const IDLE_EVENT: &str = "idle-event";
+
 /// Measures one kind of fault. Returns the median in microseconds.
 pub(super) fn measure(fault: Fault, kind: usize) -> Result<f64> {
+    run(CPUS, FAULT_NAMES[kind], |node, command| {
+        command
+            .env(FaultMode::VARIABLE, fault.mode.to_string())
+            .envs(fault.home.filter(|_| node == 1).map(|wait| ("RDMUX_WAIT", wait)))
+            .env("RDMUX_SHM", if fault.over_udp { "off" } else { "on" });
+    })
+}
+
+/// Measures the round trip of an event. Returns the median in microseconds.
+pub(super) fn event(event: Event) -> Result<f64> {
+    let kind = if event.is_idle { IDLE_EVENT } else { EVENT };
+    run(event.cpus, kind, |_, command| {
+        command.envs(event.wait.map(|wait| ("RDMUX_WAIT", wait)));
+    })
+}
+
+/// Runs two nodes on some CPUs. Returns the median that node 0 has measured, in microseconds.
+fn run(cpus: [usize; 2], kind: &str, prepare: impl Fn(usize, &mut Command)) -> Result<f64> {
     let clusters = Cluster::on_this_host(LOOPBACK, 2)?;
     let command = |node: usize| -> Result<Command> {
         let mut command = Command::new("taskset");
         command
-            .args(["-c", &CPUS[node].to_string()])
+            .args(["-c", &cpus[node].to_string()])
             .arg(std::env::current_exe()?)
-            .args([COMMAND, FAULT_NAMES[kind]])
-            .envs(clusters[node].environment())
-            .env(FaultMode::VARIABLE, fault.mode.to_string())
-            .envs(fault.home.filter(|_| node == 1).map(|wait| ("RDMUX_WAIT", wait)))
-            .env("RDMUX_SHM", if fault.over_udp { "off" } else { "on" });
+            .args([COMMAND, kind])
+            .envs(clusters[node].environment());
+        prepare(node, &mut command);
         Ok(command)
     };
     let _home = Server::start(command(1)?.stdout(Stdio::null()))?;
@@ -65,9 +99,14 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
     let [kind] = args else {
         bail!("{COMMAND} KIND");
     };
+    let cluster = Cluster::of_environment()?;
+    let nodes: Vec<_> = cluster.nodes().collect();
+    let session = Session::join(cluster, JOINING)?;
+    if let EVENT | IDLE_EVENT = kind.as_str() {
+        return events(&session, &Homes::hash(nodes)?, kind == IDLE_EVENT);
+    }
     let kind = FAULT_NAMES.iter().position(|name| name == kind);
     let kind = kind.context("no such kind of fault")?;
-    let session = Session::join(Cluster::of_environment()?, JOINING)?;
     let mut options = RegionOptions::new(2 * PAGES * PAGE)?;
     // The second half of the pages has its home at node 1.
     options.homes = Placement::InTurn(PAGES);
@@ -96,7 +135,36 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
         let stat = region.stat();
         let faults = stat.read_faults + stat.write_faults + stat.upgrade_faults;
         ensure!(faults >= PAGES, "{stat:?}");
-        say(&json!({ "p50": times.value_at_quantile(0.5) as f64 / 1000.0 }).to_string())?;
+        say_median(&times)?;
+    }
+    thread.barrier(0, all)?;
+    Ok(())
+}
+
+/// Prints the median of some nanoseconds, in microseconds.
+fn say_median(times: &Histogram<u64>) -> Result<()> {
+    say(&json!({ "p50": times.value_at_quantile(0.5) as f64 / 1000.0 }).to_string())
+}
+
+/// Has node 0 change a word whose home is node 1: one message there, and one back.
+fn events(session: &Session, homes: &Homes, is_idle: bool) -> Result<()> {
+    let word = (0..).find(|word| homes.of(*word).number() == 1);
+    let word = word.context("node 1 is the home of no word")?;
+    let mut thread = session.thread(0)?;
+    let all = NonZeroU32::MIN.saturating_add(1);
+    thread.barrier(0, all)?;
+    if session.node() == 0 {
+        let mut times = Histogram::<u64>::new(3)?;
+        for _ in 0..if is_idle { EVENTS / 10 } else { EVENTS } {
+            if is_idle {
+                // Time is meant: the other node's CPU becomes idle.
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let began = Instant::now();
+            thread.fetch_add(word, 1)?;
+            times.record(began.elapsed().as_nanos() as u64)?;
+        }
+        say_median(&times)?;
     }
     thread.barrier(0, all)?;
     Ok(())

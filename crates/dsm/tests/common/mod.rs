@@ -110,6 +110,13 @@ pub(crate) fn wait_for<'a>(nodes: impl IntoIterator<Item = &'a mut Node>, text: 
     }
 }
 
+/// Returns the number of rounds that a node has told.
+pub(crate) fn rounds(node: &mut Node) -> usize {
+    let text = node.printed();
+    assert!(!text.contains("panicked"), "{text}");
+    text.matches("@ round").count()
+}
+
 /// Returns the node that an error names.
 pub(crate) fn named(error: &Error) -> u32 {
     match error {
