@@ -4,12 +4,13 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+mod history;
 
-use std::collections::HashSet;
 use std::num::NonZeroU32;
 use std::sync::atomic::Ordering;
 
 use common::{MODES, run, run_as_node};
+use history::{Event, has_order};
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
 use rdmux_dsm::{FaultMode, RegionOptions, Session};
@@ -25,23 +26,15 @@ const PAGES: usize = 2;
 /// Accesses of all nodes in a history.
 const ACCESSES: usize = 24;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+/// An access of a program.
+#[derive(Clone, Copy, Debug)]
+enum Access {
     Read,
     /// Writes a value that no other access writes.
     Write(u64),
-    /// Does so, and reads the value before, as one access.
+    /// Does so, and reads the value before, at once.
     Swap(u64),
 }
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Access {
-    word: usize,
-    kind: Kind,
-}
-
-/// An access, and the value that it has read; 0 for a write.
-type Event = (Access, u64);
 
 /// Returns the number of an environment variable, or a default.
 fn number(variable: &str, otherwise: u64) -> u64 {
@@ -49,83 +42,29 @@ fn number(variable: &str, otherwise: u64) -> u64 {
     value.map_or(otherwise, |value| value.parse().expect("a number"))
 }
 
-/// Returns the program of a node in a history.
-fn program(seed: u64, history: u64, node: usize, nodes: usize) -> Vec<Access> {
+/// Returns the program of a node in a history: words, and what it does with them.
+fn program(seed: u64, history: u64, node: usize, nodes: usize) -> Vec<(usize, Access)> {
     let mut dice = ChaCha8Rng::seed_from_u64(seed);
     dice.set_stream(history << 8 | node as u64);
     let access = |nth: usize| {
-        let value = ((node + 1) << 8 | nth + 1) as u64;
+        let value = ((node + 1) << 8 | (nth + 1)) as u64;
         let word = dice.next_u32() as usize % WORDS;
-        let kind = match dice.next_u32() % 8 {
-            0..4 => Kind::Read,
-            4..7 => Kind::Write(value),
-            _ => Kind::Swap(value),
+        let access = match dice.next_u32() % 8 {
+            0..4 => Access::Read,
+            4..7 => Access::Write(value),
+            _ => Access::Swap(value),
         };
-        Access { word, kind }
+        (word, access)
     };
     (0..ACCESSES / nodes).map(access).collect()
 }
 
-/// Returns whether some interleaving of the threads has these values, and ends with that memory.
-fn is_interleaving(threads: &[Vec<Event>], end: [u64; WORDS]) -> bool {
-    // Positions of the threads, and the memory. Each state is looked at once.
-    let mut open = vec![(vec![0; threads.len()], [0; WORDS])];
-    let mut seen: HashSet<(Vec<usize>, [u64; WORDS])> = open.iter().cloned().collect();
-    while let Some((at, memory)) = open.pop() {
-        let mut is_over = true;
-        for (thread, events) in threads.iter().enumerate() {
-            let Some((access, value)) = events.get(at[thread]) else {
-                continue;
-            };
-            is_over = false;
-            let reads = matches!(access.kind, Kind::Read | Kind::Swap(_));
-            if reads && memory[access.word] != *value {
-                continue;
-            }
-            let (mut at, mut memory) = (at.clone(), memory);
-            at[thread] += 1;
-            if let Kind::Write(value) | Kind::Swap(value) = access.kind {
-                memory[access.word] = value;
-            }
-            if seen.insert((at.clone(), memory)) {
-                open.push((at, memory));
-            }
-        }
-        if is_over && memory == end {
-            return true;
-        }
-    }
-    false
-}
-
 #[test]
-fn is_interleaving__of_known_histories() {
-    let write = |word, value| {
-        (
-            Access {
-                word,
-                kind: Kind::Write(value),
-            },
-            0,
-        )
-    };
-    let read = |word, value| {
-        (
-            Access {
-                word,
-                kind: Kind::Read,
-            },
-            value,
-        )
-    };
-    let swap = |word, value, before| {
-        (
-            Access {
-                word,
-                kind: Kind::Swap(value),
-            },
-            before,
-        )
+fn has_order__of_known_histories() {
+    let (read, write) = (Event::read, Event::write);
+    let swap = |place, before, value| Event {
+        read: Some(before),
+        ..write(place, value)
     };
     let stores = |first, second| {
         [
@@ -133,14 +72,14 @@ fn is_interleaving__of_known_histories() {
             vec![write(1, 2), read(0, second)],
         ]
     };
-    assert!(is_interleaving(&stores(0, 1), [1, 2, 0, 0]));
-    assert!(is_interleaving(&stores(2, 1), [1, 2, 0, 0]));
-    assert!(!is_interleaving(&stores(0, 0), [1, 2, 0, 0]));
-    // The memory at the end counts, and a swap is one access.
-    assert!(!is_interleaving(&stores(2, 1), [1, 3, 0, 0]));
-    let swaps = |first, second| [vec![swap(0, 1, first)], vec![swap(0, 2, second)]];
-    assert!(is_interleaving(&swaps(0, 1), [2, 0, 0, 0]));
-    assert!(!is_interleaving(&swaps(0, 0), [2, 0, 0, 0]));
+    assert!(has_order(&stores(0, 1), Some(&[1, 2])));
+    assert!(has_order(&stores(2, 1), None));
+    assert!(!has_order(&stores(0, 0), None), "store buffering");
+    assert!(!has_order(&stores(2, 1), Some(&[1, 3])));
+    let swaps = |first, second| [vec![swap(0, first, 1)], vec![swap(0, second, 2)]];
+    assert!(has_order(&swaps(0, 1), Some(&[2])));
+    assert!(!has_order(&swaps(0, 1), Some(&[1])));
+    assert!(!has_order(&swaps(0, 0), None), "a swap is one access");
 }
 
 #[test]
@@ -188,14 +127,14 @@ fn histories(session: &Session) {
             let instance = first.wrapping_add(turn.wrapping_mul(step)) % BATCH;
             let history = batch * BATCH as u64 + instance as u64;
             let mut values = Vec::with_capacity(accesses);
-            for access in program(seed, history, node, nodes) {
+            for (place, access) in program(seed, history, node, nodes) {
                 (0..dice.next_u32() % 200).for_each(|_| std::hint::spin_loop());
-                let at = word(instance, access.word);
+                let at = word(instance, place);
                 // The processor keeps the order of SeqCst: the history is that of the pages.
-                values.push(match access.kind {
-                    Kind::Read => at.load(Ordering::SeqCst),
-                    Kind::Swap(value) => at.swap(value, Ordering::SeqCst),
-                    Kind::Write(value) => {
+                values.push(match access {
+                    Access::Read => at.load(Ordering::SeqCst),
+                    Access::Swap(value) => at.swap(value, Ordering::SeqCst),
+                    Access::Write(value) => {
                         at.store(value, Ordering::SeqCst);
                         0
                     }
@@ -210,18 +149,28 @@ fn histories(session: &Session) {
             let history = batch * BATCH as u64 + instance as u64;
             let events = |node| {
                 let program = program(seed, history, node, nodes).into_iter().enumerate();
-                let event = |(nth, access)| (access, results.get(result(instance, node, nth)));
+                let event = |(nth, (place, access))| {
+                    let read = results.get(result(instance, node, nth));
+                    let (read, written) = match access {
+                        Access::Read => (Some(read), None),
+                        Access::Write(value) => (None, Some(value)),
+                        Access::Swap(value) => (Some(read), Some(value)),
+                    };
+                    Event { place, read, written }
+                };
                 program.map(event).collect()
             };
             let threads: Vec<Vec<Event>> = (0..nodes).map(events).collect();
-            let end = std::array::from_fn(|it| word(instance, it).load(Ordering::SeqCst));
+            let end: Vec<u64> = (0..WORDS)
+                .map(|it| word(instance, it).load(Ordering::SeqCst))
+                .collect();
             assert!(
-                is_interleaving(&threads, end),
+                has_order(&threads, Some(&end)),
                 "seed {seed}, history {history}: {threads:#?}, at the end {end:?}"
             );
             let of_others = |(node, events): (usize, &Vec<Event>)| {
-                let foreign = |(_, value): &Event| *value != 0 && *value >> 8 != node as u64 + 1;
-                events.iter().any(foreign)
+                let mut read = events.iter().filter_map(|event| event.read);
+                read.any(|value| value != 0 && value >> 8 != node as u64 + 1)
             };
             met += usize::from(threads.iter().enumerate().any(of_others));
         }

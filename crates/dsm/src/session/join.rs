@@ -4,7 +4,8 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::{
-    Access, ConnectError, ConnectParams, ConnectionRequest, Device, Listener, ProtectionDomain, RejReason,
+    Access, ConnectError, ConnectParams, ConnectionRequest, Device, ListenError, Listener, ProtectionDomain,
+    RejReason,
 };
 use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::joining::{Hello, VERSION};
@@ -17,12 +18,30 @@ use crate::link::{COMPLETIONS, Link, Prepared};
 /// Pause before a node is asked again that is not there yet.
 const AGAIN: Duration = Duration::from_millis(20);
 
+/// Time in which the port of this node may still be closing.
+const CLOSING: Duration = Duration::from_millis(500);
+
 /// The connections of a node to all others, by their numbers.
 #[derive(Debug)]
 pub(super) struct Joined {
     pub pd: ProtectionDomain,
     pub queues: Queues,
     pub links: Vec<Option<Link>>,
+}
+
+/// Listens at a port, also if it has been closed just now: a process that is being started has copies of its parent's descriptors until it executes
+/// its program, and they keep the port.
+fn listen(device: &Device, port: u16) -> Result<Listener, ListenError> {
+    let began = Instant::now();
+    loop {
+        match device.listen(port) {
+            Err(ListenError::InUse(_)) if began.elapsed() < CLOSING => {
+                // Time is meant: nothing tells when the copies are closed.
+                std::thread::sleep(AGAIN);
+            }
+            outcome => return outcome,
+        }
+    }
 }
 
 /// Connects to the nodes of lower numbers, and waits for those of higher ones.
@@ -37,7 +56,7 @@ pub(super) fn join(cluster: &Cluster, timeout: Duration) -> Result<Joined, Error
         work: device.create_cq(completions)?,
         bells: device.create_cq(completions)?,
     };
-    let listener = device.listen(address.port()).map_err(|error| Error::Listen {
+    let listener = listen(&device, address.port()).map_err(|error| Error::Listen {
         node: own.number(),
         address,
         error,

@@ -1,7 +1,8 @@
 //! Nodes, their memories, programs and connections, of which a test chooses the next step. The rules that must hold are checked at each step.
 #![allow(dead_code, reason = "each test uses a part")]
 
-pub(crate) mod history;
+#[path = "../history/mod.rs"]
+mod history;
 pub(crate) mod model;
 
 use std::collections::BTreeMap;
@@ -9,6 +10,7 @@ use std::sync::Arc;
 
 use rdmux_dsm::protocol::{Access, Action, Body, Homes, Message, Node, NodeId, Right, Settings};
 
+use self::history::{Event, has_order};
 pub(crate) use crate::network::Place;
 use crate::network::{Network, Underway};
 
@@ -278,8 +280,16 @@ impl World {
         if stuck.is_some() {
             return stuck;
         }
-        let history: Vec<_> = self.threads.iter().map(Thread::history).collect();
-        (!history::is_sequentially_consistent(&history)).then(|| format!("no order of {history:?}"))
+        let events = |thread: &Thread| {
+            let history = thread.history().into_iter();
+            let event = |((access, unit), value): (Operation, u32)| match access {
+                Access::Read => Event::read(unit, value.into()),
+                Access::Write => Event::write(unit, value.into()),
+            };
+            history.map(event).collect()
+        };
+        let events: Vec<Vec<Event>> = self.threads.iter().map(events).collect();
+        (!has_order(&events, None)).then(|| format!("no order of {events:?}"))
     }
 
     /// Returns a site, which no other world shares from now on.
