@@ -8,8 +8,11 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use rdmux_dsm::sync::Operation;
-use rdmux_dsm::{Array, Cluster, Number, Placement, Region, RegionOptions, Session, Stat, Thread};
+use rdmux_dsm::{
+    Array, Cluster, Consistency, Number, Placement, Region, RegionOptions, Session, Stat, Thread,
+};
 
 /// Nodes that have not joined within this time are given up.
 const JOINING: Duration = Duration::from_secs(30);
@@ -29,9 +32,17 @@ pub(crate) struct Options {
     /// Threads of each node
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: u16,
+    /// Order in which nodes see each other's writes: all in one (sequential), or between locks and barriers (release)
+    #[arg(long, value_name = "KIND", default_value_t = Consistency::Sequential, value_parser = consistency())]
+    consistency: Consistency,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
+}
+
+fn consistency() -> impl TypedValueParser<Value = Consistency> {
+    let kinds = [Consistency::Sequential, Consistency::Release];
+    PossibleValuesParser::new(kinds.map(|it| it.to_string())).try_map(|text| text.parse::<Consistency>())
 }
 
 /// Numbers in memory of any kind, shared or not.
@@ -151,7 +162,12 @@ impl Node {
     pub(crate) fn region(&self, words: usize, row: usize) -> Result<Region<'_>> {
         let options = RegionOptions::new(8 * words as u64)?;
         let homes = Placement::InTurn(row as u64);
-        Ok(self.session.region(&RegionOptions { homes, ..options })?)
+        let consistency = self.options.consistency;
+        Ok(self.session.region(&RegionOptions {
+            homes,
+            consistency,
+            ..options
+        })?)
     }
 
     /// Makes a region for items at their places.

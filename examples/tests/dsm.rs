@@ -139,6 +139,19 @@ fn programs__are_right_with_threads_on_each_of_two_nodes() {
 }
 
 #[test]
+fn programs__are_right_with_release_consistency() {
+    for mode in MODES {
+        for line in ["sor 62 5", "matmul 65", "lu 96 16", "kv 300 50"] {
+            for threads in ["1", "2"] {
+                let options = ["--threads", threads, "--consistency", "release"];
+                let words: Vec<&str> = line.split(' ').chain(options).collect();
+                reports(words[0], 3, mode, &words[1..]);
+            }
+        }
+    }
+}
+
+#[test]
 fn programs__are_right_although_packets_are_lost_and_delayed() {
     for faults in [
         "loss=1%,dup=1%,reorder=1%,seed=3",
@@ -170,11 +183,15 @@ fn pages_of_row(edge: usize, row: usize) -> usize {
 fn sor__reads_the_boundary_pages_alone() {
     const ITERATIONS: usize = 6;
     const COLOURS: usize = 2;
-    for mode in MODES {
+    let kinds = MODES
+        .into_iter()
+        .flat_map(|mode| ["sequential", "release"].map(|it| (mode, it)));
+    for (mode, consistency) in kinds {
         // Rows of a part of a page, of a page, and of pages and a part.
         for edge in [62, 1022, 1100] {
             let arguments = [edge.to_string(), ITERATIONS.to_string()];
-            let arguments = arguments.each_ref().map(String::as_str);
+            let [edge_text, iterations] = arguments.each_ref().map(String::as_str);
+            let arguments = [edge_text, iterations, "--consistency", consistency];
             let reports = reports("sor", 2, mode, &arguments);
             // The first row of node 0 is the border. Its last one is read by node 1, whose first one it reads.
             let boundaries = [pages_of_row(edge, 0), pages_of_row(edge, edge / 2)];

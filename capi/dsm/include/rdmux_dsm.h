@@ -59,6 +59,12 @@ enum rdmux_dsm_homes {
 	RDMUX_DSM_HOMES_NODE = 3,        /* the field node says which */
 };
 
+/* Orders in which nodes see each other's accesses to a region. */
+enum rdmux_dsm_consistency {
+	RDMUX_DSM_CONSISTENCY_SEQUENTIAL = 0, /* all nodes see all in one order */
+	RDMUX_DSM_CONSISTENCY_RELEASE = 1,    /* a node sees the writes of another one when it has synchronised with it by a call of a thread; several nodes may write a unit */
+};
+
 /* Settings of a region, the same on all nodes but for faults. A field of 0 has its default. */
 struct rdmux_dsm_region_options {
 	uint64_t row;         /* units in a row whose home is one node, then the next node has as many; default 1 */
@@ -66,7 +72,8 @@ struct rdmux_dsm_region_options {
 	uint32_t homes;       /* enum rdmux_dsm_homes */
 	uint32_t node;        /* home of all units, with RDMUX_DSM_HOMES_NODE alone */
 	uint32_t unit;        /* bytes to which nodes have rights as a whole: a power of two from 64 to 2 MiB; default a page */
-	uint32_t reserved[2]; /* 0 */
+	uint32_t consistency; /* enum rdmux_dsm_consistency */
+	uint32_t reserved[1]; /* 0 */
 };
 
 enum rdmux_dsm_access {

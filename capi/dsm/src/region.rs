@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
-use rdmux_dsm::{Access, FaultMode, Placement, RegionOptions, Session};
+use rdmux_dsm::{Access, Consistency, FaultMode, Placement, RegionOptions, Session};
 
 use crate::failure::{Failure, caught, keep, status};
 use crate::objects::{check_outside, find, give};
@@ -75,12 +75,13 @@ struct Options {
     homes: u32,
     node: u32,
     unit: u32,
-    reserved: [u32; 2],
+    consistency: u32,
+    reserved: [u32; 1],
 }
 
 impl Options {
     fn region_options(&self, bytes: u64) -> Result<RegionOptions, Failure> {
-        if self.reserved != [0; 2] {
+        if self.reserved != [0; 1] {
             return Err(Failure::invalid(
                 "a reserved field of the region's options is not 0",
             ));
@@ -101,6 +102,14 @@ impl Options {
         if self.unit != 0 {
             options.unit = self.unit.into();
         }
+        options.consistency = match self.consistency {
+            0 => Consistency::Sequential,
+            1 => Consistency::Release,
+            other => {
+                let text = format!("{other} is no enum rdmux_dsm_consistency");
+                return Err(Failure::invalid(text));
+            }
+        };
         Ok(RegionOptions { homes, ..options })
     }
 }

@@ -100,6 +100,28 @@ static void homes(struct rdmux_dsm_thread *thread)
 	}
 }
 
+/* All nodes write bytes of the same units at the same time. */
+static void releases(struct rdmux_dsm_thread *thread)
+{
+	struct rdmux_dsm_region_options all[] = {
+		{.consistency = RDMUX_DSM_CONSISTENCY_RELEASE},
+		{.consistency = RDMUX_DSM_CONSISTENCY_RELEASE, .unit = 1024},
+		{.consistency = RDMUX_DSM_CONSISTENCY_RELEASE, .unit = 4 * PAGE, .homes = RDMUX_DSM_HOMES_HASH},
+	};
+	for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+		struct rdmux_dsm_region *region;
+		CHECK(rdmux_dsm_region_make(session, 8 * PAGE, &all[i], &region) == 0);
+		for (int round = 1; round < 5; round++) {
+			for (uint64_t at = node; at < 8 * PAGE; at += nodes)
+				*(char *)rdmux_dsm_region_place(region, at) = round + at;
+			CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+			for (uint64_t at = 0; at < 8 * PAGE; at++)
+				CHECK(*(char *)rdmux_dsm_region_place(region, at) == (char)(round + at));
+			CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+		}
+	}
+}
+
 /* Objects of all sizes that other nodes read and free. */
 static void objects(struct rdmux_dsm_thread *thread)
 {
@@ -232,6 +254,7 @@ int main(void)
 	CHECK(rdmux_dsm_thread_begin(session, 0, &thread) == 0);
 	regions(thread);
 	homes(thread);
+	releases(thread);
 	objects(thread);
 	reductions(thread);
 	words(thread);

@@ -74,7 +74,8 @@ static void arguments(struct rdmux_dsm_region *region)
 		{{.homes = RDMUX_DSM_HOMES_HASH, .row = 1}, "row belongs"},
 		{{.homes = RDMUX_DSM_HOMES_FIRST_TOUCH, .node = 1}, "row belongs"},
 		{{.node = 1}, "row belongs"},
-		{{.reserved = {0, 1}}, "reserved"},
+		{{.consistency = 2}, "enum rdmux_dsm_consistency"},
+		{{.reserved = {1}}, "reserved"},
 	};
 	for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
 		FAILS(rdmux_dsm_region_make(session, PAGE, &wrong[i].options, &other), EINVAL, wrong[i].word);

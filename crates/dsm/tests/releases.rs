@@ -4,6 +4,7 @@
 mod common;
 
 use std::num::NonZeroU32;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use common::{MODES, Node, named, run, run_as_node, run_with, start, stay, wait_for};
@@ -18,6 +19,7 @@ const PAGE: usize = 4096;
 fn node() {
     run_as_node(&[
         ("shared", shared),
+        ("sized", sized),
         ("locked", locked),
         ("queue", queue),
         ("counted", counted),
@@ -71,6 +73,45 @@ fn barrier__all_see_the_words_that_others_have_written_in_the_same_pages() {
         for nodes in 1..=3 {
             run("shared", nodes, mode);
         }
+    }
+}
+
+/// All nodes write words of the same units, of several sizes, and read all.
+fn sized(session: &Session) {
+    const BYTES: u64 = 32 * PAGE as u64;
+    const STEP: usize = 24;
+    let mut thread = session.thread(0).unwrap();
+    let (own, nodes) = (u64::from(session.node()), u64::from(session.nodes()));
+    for unit in [64, 1024, 4 * PAGE as u64] {
+        let options = RegionOptions::new(BYTES)
+            .unwrap()
+            .consistency(Consistency::Release);
+        let region = session.region(&RegionOptions { unit, ..options }).unwrap();
+        let word = |at: u64| region.mapping().double_word(region.place(at) as usize);
+        for round in 1..5 {
+            for at in (0..BYTES)
+                .step_by(STEP)
+                .filter(|at| at / STEP as u64 % nodes == own)
+            {
+                word(at).store(at << 8 | round, Ordering::Relaxed);
+            }
+            thread.barrier(0, all(session, 1)).unwrap();
+            for at in (0..BYTES).step_by(STEP) {
+                assert_eq!(
+                    word(at).load(Ordering::Relaxed),
+                    at << 8 | round,
+                    "units of {unit}"
+                );
+            }
+            thread.barrier(0, all(session, 1)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn barrier__all_see_the_words_that_others_have_written_in_the_same_units() {
+    for mode in MODES {
+        run("sized", 3, mode);
     }
 }
 
