@@ -42,7 +42,7 @@ pub(crate) struct Options {
 
 fn consistency() -> impl TypedValueParser<Value = Consistency> {
     let kinds = [Consistency::Sequential, Consistency::Release];
-    PossibleValuesParser::new(kinds.map(|it| it.to_string())).try_map(|text| text.parse::<Consistency>())
+    PossibleValuesParser::new(kinds.map(<&str>::from)).try_map(|text| text.parse::<Consistency>())
 }
 
 /// Numbers in memory of any kind, shared or not.
