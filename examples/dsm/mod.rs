@@ -41,7 +41,8 @@ pub(crate) struct Options {
 }
 
 fn consistency() -> impl TypedValueParser<Value = Consistency> {
-    PossibleValuesParser::new(["sequential", "release"]).try_map(|text| text.parse::<Consistency>())
+    let kinds = [Consistency::Sequential, Consistency::Release];
+    PossibleValuesParser::new(kinds.map(<&str>::from)).try_map(|text| text.parse::<Consistency>())
 }
 
 /// Numbers in memory of any kind, shared or not.

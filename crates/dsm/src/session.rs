@@ -91,7 +91,16 @@ impl FaultMode {
 
 /// Order in which nodes see each other's accesses to a region.
 #[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantArray,
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    strum::Display,
+    strum::EnumString,
+    strum::IntoStaticStr,
+    strum::VariantArray,
 )]
 #[strum(serialize_all = "lowercase")]
 pub enum Consistency {

@@ -140,7 +140,7 @@ impl Caught {
             // A write faults once more.
             _ => Access::Read,
         });
-        if !self.pages.state(unit).allows(access) {
+        if !self.pages.allow(unit, access) {
             let wanted = unit..unit + 1;
             return self
                 .shared

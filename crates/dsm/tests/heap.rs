@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::num::NonZeroU32;
 use std::time::Instant;
 
-use common::{LONG, MODES, named, run, run_as_node};
+use common::{LONG, MODES, named, run, run_as_node, run_with};
 use rdmux_dsm::{Access, Array, Error, Heap, HeapOptions, Place, Region, RegionOptions, Session, Thread};
 
 const PAGE: usize = 4096;
@@ -308,6 +308,16 @@ fn allocate__and_free_by_threads_of_all_nodes_keep_objects_apart() {
     for mode in MODES {
         run("storm", 3, mode);
     }
+}
+
+#[test]
+fn packets__lost_and_delayed_change_no_object() {
+    let network = [
+        ("RDMUX_SHM", "off"),
+        ("RDMUX_FAULT", "loss=1%,dup=1%,delay=100us..1ms,seed=3"),
+    ];
+    run_with("objects", 2, MODES[1], &network);
+    run_with("storm", 2, MODES[0], &network);
 }
 
 /// Node 1 ends: what is at home at node 0 stays usable, whoever has allocated it, and no other call waits.

@@ -16,7 +16,7 @@ use rdmux_verbs::{RemoteBuffer, SendRequest};
 use rdmux_wire::dsm::frame::{FRAME_LEN, Frame};
 use rdmux_wire::dsm::joining::{Joining, Step};
 use rdmux_wire::dsm::membership::Membership;
-use rdmux_wire::dsm::{Body, MESSAGE_LEN, Message, NodeId, Right, sync};
+use rdmux_wire::dsm::{Body, MESSAGE_LEN, Message, NodeId, Right, heap, sync};
 
 const PAGE: u64 = 4096;
 const PAGES: u64 = 12;
@@ -117,7 +117,7 @@ fn emitted(message: Message) -> [u8; MESSAGE_LEN] {
 type Attack = fn(&mut Played, u32);
 
 /// An act of a node that has to leave for it, and a word of the others' error.
-const ATTACKS: [(&str, Attack, &str); 13] = [
+const ATTACKS: [(&str, Attack, &str); 15] = [
     (
         "a message of no kind",
         |it, to| it.send(to, [9; MESSAGE_LEN]),
@@ -205,6 +205,16 @@ const ATTACKS: [(&str, Attack, &str); 13] = [
         "kind 16",
     ),
     (
+        "memory of a region that is of no heap",
+        |it, to| it.send(to, of_heap(heap::Body::Allocate { units: 1 })),
+        "kind 21",
+    ),
+    (
+        "an answer about memory that nobody has asked for",
+        |it, to| it.send(to, of_heap(heap::Body::Done { unit: 0 })),
+        "kind 23",
+    ),
+    (
         "a lock given back that it does not have",
         |it, to| {
             let body = sync::Body::Unlock(sync::Mode::Exclusive);
@@ -253,6 +263,12 @@ fn with_reserved_bytes(it: &mut Played, to: u32) {
 
 fn with_wrong_count(it: &mut Played, to: u32) {
     it.send_frame(to, |handled, count| bare(handled + (1 << 20), count).emit());
+}
+
+/// Message about memory of region 0.
+fn of_heap(body: heap::Body) -> [u8; MESSAGE_LEN] {
+    let (region, ticket) = (0, 0);
+    heap::Heap { region, ticket, body }.emit()
 }
 
 /// Message of a thread of a node.

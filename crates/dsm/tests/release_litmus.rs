@@ -193,8 +193,8 @@ fn outcomes(threads: &[&[Operation]], homes: [usize; VARIABLES]) -> BTreeSet<Vec
         if state.nodes.iter().zip(threads).all(is_over) {
             found.insert(state.nodes.iter().flat_map(|node| node.reads.clone()).collect());
         }
-        for number in 0..threads.len() {
-            for next in state.steps(number, threads[number]) {
+        for (number, operations) in threads.iter().enumerate() {
+            for next in state.steps(number, operations) {
                 if seen.insert(next.clone()) {
                     states.push(next);
                 }

@@ -7,7 +7,7 @@ use std::num::NonZeroU32;
 use std::sync::atomic::Ordering;
 
 use common::{MODES, named, run, run_as_node};
-use rdmux_dsm::{Access, Array, Error, Placement, Region, RegionOptions, Session, Thread};
+use rdmux_dsm::{Access, Array, Consistency, Error, Placement, Region, RegionOptions, Session, Thread};
 
 const PAGE: u64 = 4096;
 
@@ -17,6 +17,7 @@ fn node() {
         ("small", small),
         ("large", large),
         ("contended", contended),
+        ("released", released),
         ("dies", dies),
         ("wrong", wrong),
         ("unequal", unequal),
@@ -176,6 +177,52 @@ fn double_word__at_its_place_is_one_atomic_of_all_nodes() {
     for mode in MODES {
         run("contended", 3, mode);
     }
+}
+
+/// All nodes write words of all units between two barriers, in regions with release consistency.
+fn released(session: &Session) {
+    let mut thread = session.thread(0).unwrap();
+    let (own, nodes) = (session.node() as usize, session.nodes() as usize);
+    for unit_bytes in [64, 1024, 64 << 10] {
+        let options = RegionOptions {
+            unit: unit_bytes,
+            ..RegionOptions::new(2 * unit_bytes.max(PAGE)).unwrap()
+        };
+        let region = session
+            .region(&options.consistency(Consistency::Release))
+            .unwrap();
+        let units = region.bytes() / unit_bytes;
+        let value = |unit: u64, word: usize, round: u64| unit << 32 | (word as u64) << 16 | round;
+        for round in 1..4 {
+            for unit in 0..units {
+                let words = words(&region, unit);
+                for word in (own..words.len()).step_by(nodes) {
+                    words.set(word, value(unit, word, round));
+                }
+            }
+            meet(session, &mut thread);
+            for unit in 0..units {
+                let words = words(&region, unit);
+                for word in 0..words.len() {
+                    let expected = value(unit, word, round);
+                    assert_eq!(
+                        words.get(word),
+                        expected,
+                        "unit {unit} of {unit_bytes}, word {word}"
+                    );
+                }
+            }
+            meet(session, &mut thread);
+        }
+    }
+}
+
+#[test]
+fn region__of_small_and_large_units_with_release_consistency_has_several_writers_of_each() {
+    for mode in MODES {
+        run("released", 2, mode);
+    }
+    run("released", 3, MODES[1]);
 }
 
 /// Node 1 writes a unit, and ends. It takes along that unit alone of a page, or its large unit.

@@ -407,7 +407,7 @@ impl Driver {
                 match reader.begin(&header) {
                     Rest::Done(looked) => node.handle_looked(peer, looked),
                     Rest::Read(parts) => {
-                        let parts = parts.into_iter().chain([0..HEADER_LEN]);
+                        let parts = parts.into_iter().chain(std::iter::once(0..HEADER_LEN));
                         let parts: Vec<Range<usize>> = parts.filter(|it| !it.is_empty()).collect();
                         reads.begin(parts.len() as u32);
                         for Range { start, end } in parts {
