@@ -94,7 +94,7 @@ impl Plan {
 
 /// Memory that any node allocates and frees. An object is at the same address on all nodes.
 ///
-/// What a program writes behind the end of an object is lost or harms another object, but never the records of what is allocated.
+/// Bytes that a program writes behind the end of an object are lost or harm another object, but never the records of what is allocated.
 /// An object whose node has allocated it and left stays allocated. If its home leaves, it is as any memory whose home has left, and cannot be freed.
 #[derive(Debug)]
 pub struct Heap<'a> {

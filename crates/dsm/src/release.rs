@@ -220,7 +220,7 @@ pub struct Node {
     acquires: Rounds,
     /// Nodes whose logs are being read.
     looking: BTreeSet<NodeId>,
-    /// What was found there.
+    /// The notices that were found there.
     noticed: Vec<Run>,
     /// All copies may be older than a notice.
     all_noticed: bool,

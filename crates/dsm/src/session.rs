@@ -242,7 +242,7 @@ impl Session {
 
     /// Takes back the number of a thread.
     pub(crate) fn end_thread(&self, number: u16) {
-        // What cannot be released is lost, as the next touch says.
+        // Writes that cannot be released are lost, as the next touch says.
         let _ = self.shared.release();
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         threads.remove(&number);
@@ -311,7 +311,7 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        // What cannot be released is lost, as all that other nodes had here.
+        // Writes that cannot be released are lost, as all that other nodes had here.
         let _ = self.shared.release();
         let deadline = Instant::now() + self.cluster.lease;
         let sent = |driver: &mut Driver| driver.has_sent_all() || Instant::now() >= deadline;

@@ -154,39 +154,8 @@ fn reduce__of_all_nodes_values() {
     }
 }
 
-/// The first node takes what the others put into a queue of one place.
 fn queue(session: &Session) {
-    const ITEMS: u64 = 50;
-    const EMPTY: u64 = 0;
-    let (lock, is_full, is_free) = (1, 2, 3);
-    let region = region(session, 1);
-    let place = region.array::<u64>(0, 1);
-    let mut thread = session.thread(0).unwrap();
-    if session.node() == 0 {
-        let mut sum = 0;
-        for _ in 0..ITEMS * u64::from(session.nodes() - 1) {
-            let mut guard = thread.lock(lock).unwrap();
-            while place.get(0) == EMPTY {
-                guard.wait(is_full).unwrap();
-            }
-            sum += place.get(0);
-            place.set(0, EMPTY);
-            drop(guard);
-            thread.signal(is_free).unwrap();
-        }
-        assert_eq!(sum, u64::from(session.nodes() - 1) * (1..=ITEMS).sum::<u64>());
-    } else {
-        for item in 1..=ITEMS {
-            let mut guard = thread.lock(lock).unwrap();
-            while place.get(0) != EMPTY {
-                guard.wait(is_free).unwrap();
-            }
-            place.set(0, item);
-            drop(guard);
-            thread.signal(is_full).unwrap();
-        }
-    }
-    thread.barrier(0, all(session, 1)).unwrap();
+    common::queue(session, &region(session, 1), 50);
 }
 
 #[test]

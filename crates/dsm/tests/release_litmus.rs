@@ -137,7 +137,7 @@ const TESTS: [Litmus; 11] = [
     },
 ];
 
-/// What a node does beside its program.
+/// Task of a node beside its program.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 enum Doing {
     #[default]

@@ -144,39 +144,8 @@ fn lock__of_one_word_does_not_lose_writes_to_its_neighbours() {
     }
 }
 
-/// The first node takes what the others put into a queue of one place.
 fn queue(session: &Session) {
-    const ITEMS: u64 = 30;
-    const EMPTY: u64 = 0;
-    let (lock, is_full, is_free) = (1, 2, 3);
-    let region = region(session, 1);
-    let place = region.array::<u64>(0, 1);
-    let mut thread = session.thread(0).unwrap();
-    if session.node() == 0 {
-        let mut sum = 0;
-        for _ in 0..ITEMS * u64::from(session.nodes() - 1) {
-            let mut guard = thread.lock(lock).unwrap();
-            while place.get(0) == EMPTY {
-                guard.wait(is_full).unwrap();
-            }
-            sum += place.get(0);
-            place.set(0, EMPTY);
-            drop(guard);
-            thread.signal(is_free).unwrap();
-        }
-        assert_eq!(sum, u64::from(session.nodes() - 1) * (1..=ITEMS).sum::<u64>());
-    } else {
-        for item in 1..=ITEMS {
-            let mut guard = thread.lock(lock).unwrap();
-            while place.get(0) != EMPTY {
-                guard.wait(is_free).unwrap();
-            }
-            place.set(0, item);
-            drop(guard);
-            thread.signal(is_full).unwrap();
-        }
-    }
-    thread.barrier(0, all(session, 1)).unwrap();
+    common::queue(session, &region(session, 1), 30);
 }
 
 #[test]
@@ -271,7 +240,7 @@ fn homeless(session: &Session) {
                 }
             };
             assert_eq!(named(&lost), 1, "{lost}");
-            // What was read of it before is still there, until the next synchronisation.
+            // Pages that were read of it before are still there, until the next synchronisation.
             assert_eq!(words.get(at(1, 1)), 11);
             let error = thread.signal(9).unwrap_err();
             assert!(matches!(error, Error::Unreleased { node: 1 }), "{error}");

@@ -16,7 +16,7 @@ pub fn append(memory: &Mapping, log: usize, run: Run) {
     let (begun, ended) = (memory.double_word(log), memory.double_word(log + 8));
     let number = u64::from_le(ended.load(Ordering::Relaxed));
     begun.store((number + 1).to_le(), Ordering::Relaxed);
-    // Who reads the run, even a part of it, and then the count of those begun, reads this one.
+    // A reader of the run, even of a part of it, that reads the count of those begun after it, reads this one.
     fence(Ordering::Release);
     memory
         .double_word(log + place(number))

@@ -175,7 +175,7 @@ pub enum Error {
         /// Its alignment, in bytes.
         alignment: u64,
     },
-    /// What is freed is no object.
+    /// No object begins at the address that is freed.
     #[error(
         "no object begins at {address:#x}, or it was freed already: free the address that was allocated, once"
     )]

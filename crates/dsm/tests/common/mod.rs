@@ -4,13 +4,14 @@
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::net::{IpAddr, Ipv4Addr};
+use std::num::NonZeroU32;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_dsm::sync::Failure;
-use rdmux_dsm::{Cluster, Error, FaultMode, Session};
+use rdmux_dsm::{Cluster, Error, FaultMode, Region, Session};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Set to what a node does.
@@ -124,6 +125,40 @@ pub(crate) fn named(error: &Error) -> u32 {
         Error::Call(Failure::Gone(node)) => node.number(),
         other => panic!("{other}"),
     }
+}
+
+/// The first node takes what the others put into a queue of one place, the first word of a region: so many items each.
+pub(crate) fn queue(session: &Session, region: &Region<'_>, items: u64) {
+    const EMPTY: u64 = 0;
+    let (lock, is_full, is_free) = (1, 2, 3);
+    let place = region.array::<u64>(0, 1);
+    let mut thread = session.thread(0).unwrap();
+    if session.node() == 0 {
+        let mut sum = 0;
+        for _ in 0..items * u64::from(session.nodes() - 1) {
+            let mut guard = thread.lock(lock).unwrap();
+            while place.get(0) == EMPTY {
+                guard.wait(is_full).unwrap();
+            }
+            sum += place.get(0);
+            place.set(0, EMPTY);
+            drop(guard);
+            thread.signal(is_free).unwrap();
+        }
+        assert_eq!(sum, u64::from(session.nodes() - 1) * (1..=items).sum::<u64>());
+    } else {
+        for item in 1..=items {
+            let mut guard = thread.lock(lock).unwrap();
+            while place.get(0) != EMPTY {
+                guard.wait(is_free).unwrap();
+            }
+            place.set(0, item);
+            drop(guard);
+            thread.signal(is_full).unwrap();
+        }
+    }
+    let all = NonZeroU32::new(session.nodes()).unwrap();
+    thread.barrier(0, all).unwrap();
 }
 
 /// Stays until the test ends.
