@@ -239,7 +239,7 @@ pub(crate) fn node_mux(input: &[u8]) {
     }
 }
 
-/// A message of the distributed shared memory: there is one way to write each, so emitting gives back the input.
+/// A message of the distributed shared memory, or a run of a log: there is one way to write each, so emitting gives back the input.
 pub(crate) fn dsm(input: &[u8]) {
     if let Ok(message) = dsm::Message::parse(input) {
         let mut bytes = [0xee; dsm::MESSAGE_LEN];
@@ -248,6 +248,11 @@ pub(crate) fn dsm(input: &[u8]) {
     }
     if let Ok(message) = dsm::heap::Heap::parse(input) {
         assert_eq!(message.emit(), input);
+    }
+    if let Some(bytes) = input.first_chunk()
+        && let Ok(run) = dsm::notice::Run::parse(*bytes)
+    {
+        assert_eq!(run.emit(), *bytes);
     }
 }
 

@@ -1,6 +1,8 @@
 //! Answers of one node of a region with release consistency to single events.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+use rand_chacha::ChaCha8Rng;
+use rand_core::{RngCore, SeedableRng};
 use rdmux_dsm::protocol::{Access, Body, Homes, Message, NodeId, Right, Settings, Violation};
 use rdmux_dsm::release::{Action, Looked, Node, Run};
 
@@ -146,4 +148,68 @@ fn handle_gone__of_a_home_ends_the_release() {
     node.handle_fault(0, Access::Write);
     let round = node.handle_release();
     assert_eq!(node.released(round), Some(Ok(())));
+}
+
+/// Has an event happen to a node whose peers send anything. Returns the rounds of a release or an acquire that it began.
+fn happen(node: &mut Node, sequence: u64, dice: &mut ChaCha8Rng) -> (Option<u64>, Option<u64>) {
+    const BODIES: [Body; 5] = [
+        Body::Flush,
+        Body::Flushed,
+        Body::Flushed,
+        Body::Yielded,
+        Body::Refuse(id(1)),
+    ];
+    let mut number = |below: u32| dice.next_u32() % below;
+    let (unit, from) = (u64::from(number(3)), id(1 + number(2)));
+    match number(8) {
+        0 => node.handle_fault(unit, [Access::Read, Access::Write][number(2) as usize]),
+        1 | 2 => {
+            let message = Message {
+                region: 7,
+                epoch: 0,
+                sequence,
+                request: number(6).into(),
+                unit: unit + u64::from(number(8) / 7),
+                body: BODIES[number(5) as usize],
+            };
+            node.handle_message(from, &message).unwrap();
+        }
+        3 => node.handle_pulled(unit, number(20).into(), number(2) == 0),
+        4 => node.handle_fetched(number(2) as usize, number(2) == 0),
+        5 => {
+            let (first, count) = (number(5), 1 + number(u32::MAX - 9));
+            let looked = match number(4) {
+                0 => Looked::Lapped,
+                1 => Looked::Failed,
+                _ => Looked::Runs(vec![Run { first, count }]),
+            };
+            node.handle_looked(from, looked);
+        }
+        6 => return (Some(node.handle_release()), None),
+        _ => return (None, Some(node.handle_acquire())),
+    }
+    (None, None)
+}
+
+#[test]
+fn rounds__all_end_with_the_other_nodes_whatever_these_have_sent() {
+    for seed in 0..3000 {
+        let mut dice = ChaCha8Rng::seed_from_u64(seed);
+        let mut node = node();
+        let mut rounds = (0, 0);
+        for sequence in 0..100 {
+            let (release, acquire) = happen(&mut node, sequence, &mut dice);
+            rounds = (
+                rounds.0.max(release.unwrap_or(0)),
+                rounds.1.max(acquire.unwrap_or(0)),
+            );
+            actions(&mut node);
+        }
+        let first = 1 + (seed % 2) as u32;
+        node.handle_gone(1, &[id(first)]);
+        node.handle_gone(2, &[id(3 - first)]);
+        assert!(node.released(rounds.0).is_some(), "seed {seed}: {node:?}");
+        assert!(node.acquired(rounds.1), "seed {seed}: {node:?}");
+        assert_eq!(node.waits().count(), 0, "seed {seed}");
+    }
 }
