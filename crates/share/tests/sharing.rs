@@ -868,6 +868,7 @@ fn listen__where_another_application_does() {
     let deadline = Instant::now() + Duration::from_secs(30);
     while let Err(refused) = second.device.listen(7177) {
         assert!(Instant::now() < deadline, "{refused}");
+        // A look at the condition again and again: nothing tells when that process has closed them.
         std::thread::sleep(Duration::from_millis(1));
     }
 }

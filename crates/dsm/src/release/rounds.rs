@@ -9,7 +9,7 @@ pub(super) struct Rounds {
 }
 
 impl Rounds {
-    /// Returns the number of the next round, which does what is asked for now, and whether it begins at once.
+    /// Returns the number of the next round, which does what a caller asks for at this moment, and whether it begins at once.
     pub(super) fn ask(&mut self) -> (u64, bool) {
         if mutant!(RoundShared) && !self.is_idle() {
             return (self.begun, false);
