@@ -63,7 +63,13 @@ impl Part {
                 get(&MPI_TCP),
                 get(&SHMEM_TCP),
             ],
-            Part::Release => vec![copy("the home copies", "pull"), copy("the writer copies", "push")],
+            Part::Release => vec![
+                copy("the home copies", "pull"),
+                copy("the writer copies", "push"),
+                Line::new("rdmux, release consistency", &[RELEASE], |_| {
+                    node::release(FaultMode::Inline)
+                }),
+            ],
         }
     }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use hdrhistogram::Histogram;
 use rdmux_dsm::protocol::Homes;
-use rdmux_dsm::{Cluster, FaultMode, Placement, RegionOptions, Session};
+use rdmux_dsm::{Cluster, Consistency, FaultMode, Placement, RegionOptions, Session};
 use serde_json::{Value, json};
 
 use super::FAULT_NAMES;
@@ -52,6 +52,10 @@ pub(super) struct Event {
 /// Kinds of events for [`child`].
 const EVENT: &str = "event";
 const IDLE_EVENT: &str = "idle-event";
+/// Kind of a release for [`child`].
+const RELEASE: &str = "release";
+/// Releases that are measured.
+const RELEASES: u64 = 51;
 
 /// Measures one kind of fault. Returns the median in microseconds.
 pub(super) fn measure(fault: Fault, kind: usize) -> Result<f64> {
@@ -68,6 +72,13 @@ pub(super) fn event(event: Event) -> Result<f64> {
     let kind = if event.is_idle { IDLE_EVENT } else { EVENT };
     run(event.cpus, kind, |_, command| {
         command.envs(event.wait.map(|wait| ("RDMUX_WAIT", wait)));
+    })
+}
+
+/// Measures the release of pages of which every word has changed. Returns the median in microseconds.
+pub(super) fn release(mode: FaultMode) -> Result<f64> {
+    run(CPUS, RELEASE, |_, command| {
+        command.env(FaultMode::VARIABLE, mode.to_string());
     })
 }
 
@@ -104,6 +115,9 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
     let session = Session::join(cluster, JOINING)?;
     if let EVENT | IDLE_EVENT = kind.as_str() {
         return events(&session, &Homes::hash(nodes)?, kind == IDLE_EVENT);
+    }
+    if kind == RELEASE {
+        return releases(&session);
     }
     let kind = FAULT_NAMES.iter().position(|name| name == kind);
     let kind = kind.context("no such kind of fault")?;
@@ -144,6 +158,31 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
 /// Prints the median of some nanoseconds, in microseconds.
 fn say_median(times: &Histogram<u64>) -> Result<()> {
     say(&json!({ "p50": times.value_at_quantile(0.5) as f64 / 1000.0 }).to_string())
+}
+
+/// Has node 0 change all words of pages whose home is node 1, and release them.
+fn releases(session: &Session) -> Result<()> {
+    let mut options = RegionOptions::new(2 * PAGES * PAGE)?.consistency(Consistency::Release);
+    options.homes = Placement::InTurn(PAGES);
+    let region = session.region(&options)?;
+    let mut thread = session.thread(0)?;
+    let all = NonZeroU32::MIN.saturating_add(1);
+    thread.barrier(0, all)?;
+    if session.node() == 0 {
+        let mut times = Histogram::<u64>::new(3)?;
+        for value in 1..=RELEASES {
+            for at in (PAGES * PAGE..2 * PAGES * PAGE).step_by(8) {
+                let word = region.mapping().double_word(at as usize);
+                word.store(value, Ordering::Relaxed);
+            }
+            let began = Instant::now();
+            thread.release()?;
+            times.record(began.elapsed().as_nanos() as u64)?;
+        }
+        say_median(&times)?;
+    }
+    thread.barrier(0, all)?;
+    Ok(())
 }
 
 /// Has node 0 change a word whose home is node 1: one message there, and one back.
