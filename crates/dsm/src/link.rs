@@ -352,6 +352,11 @@ impl Link {
             || !self.waiting.is_empty()
     }
 
+    /// Returns whether the node may count on this one's polling, and rings no bell.
+    pub(crate) fn is_relied_on(&self) -> bool {
+        self.end.is_awake()
+    }
+
     fn send_waiting(&mut self) -> Result<(), LinkError> {
         while !self.waiting.is_empty()
             && self.outstanding < CROWDED

@@ -23,6 +23,8 @@ pub(crate) trait Looks {
     fn turn(&mut self, thoroughly: bool) -> bool;
     /// Notes whether the queue of bells is armed.
     fn set_armed(&mut self, is_armed: bool);
+    /// Returns whether a node counts on this one's polling, and rings no bell.
+    fn is_relied_on(&self) -> bool;
 }
 
 /// Prepares for a time in which nobody takes turns, but all that comes makes the descriptor of a queue readable. Returns false if that is not so
@@ -32,13 +34,16 @@ pub(crate) fn rest(looks: &mut impl Looks) -> bool {
     // The nodes write frames, and then look whether this one sleeps: one of the two sees the other.
     looks.fence(Ordering::SeqCst);
     let is_busy = looks.is_busy();
-    if looks.is_armed() && !is_busy {
-        return !looks.turn(false) && looks.is_armed();
-    }
-    looks.arm(is_busy);
-    let has_come = looks.turn(true);
-    looks.set_armed(!has_come);
-    !has_come
+    let is_quiet = if looks.is_armed() && !is_busy {
+        !looks.turn(false) && looks.is_armed()
+    } else {
+        looks.arm(is_busy);
+        let has_come = looks.turn(true);
+        looks.set_armed(!has_come);
+        !has_come
+    };
+    // A frame that this turn has sent, of what was left to do, tells its receiver that this node is awake.
+    is_quiet && !looks.is_relied_on()
 }
 
 impl Looks for Driver {
@@ -72,5 +77,9 @@ impl Looks for Driver {
 
     fn set_armed(&mut self, is_armed: bool) {
         self.is_armed = is_armed;
+    }
+
+    fn is_relied_on(&self) -> bool {
+        self.links().any(Link::is_relied_on)
     }
 }

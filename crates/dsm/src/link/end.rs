@@ -183,6 +183,11 @@ impl End {
     pub(super) fn is_telling(&self) -> bool {
         self.sleep == Sleep::Writing
     }
+
+    /// Returns whether the peer may count on this node's polling.
+    pub(super) fn is_awake(&self) -> bool {
+        self.sleep == Sleep::Awake
+    }
 }
 
 #[cfg(test)]

@@ -35,6 +35,8 @@ enum Without {
     Arm,
     /// A node sleeps without a last look.
     Look,
+    /// A node sleeps although its last look has sent a frame.
+    Again,
     /// A node reads the bytes of a frame after it has told that it has handled it.
     EarlyRead,
     /// A frame that is on its way counts as written.
@@ -157,6 +159,7 @@ struct Node {
     undone: u32,
     /// Messages taken.
     got: u32,
+    answers: bool,
     /// Frames that are on their way, where packets carry them.
     flight: Option<Vec<Frame>>,
     is_armed: bool,
@@ -197,6 +200,7 @@ impl Node {
         let mut any = false;
         while self.end.receive(&self.own).unwrap().is_some() {
             self.got += 1;
+            self.undone += u32::from(self.answers);
             any = true;
         }
         any
@@ -265,6 +269,10 @@ impl Looks for Node {
     fn set_armed(&mut self, is_armed: bool) {
         self.is_armed = is_armed;
     }
+
+    fn is_relied_on(&self) -> bool {
+        self.end.is_awake() && self.without != Without::Again
+    }
 }
 
 /// Makes two nodes, each of which writes frames directly and knows that the other one does, and that it has woken from its last sleep.
@@ -279,6 +287,7 @@ fn nodes(without: Without) -> [Node; 2] {
         end: End::new(),
         undone: 0,
         got: 0,
+        answers: false,
         flight: None,
         is_armed: false,
         rests: false,
@@ -295,7 +304,7 @@ fn nodes(without: Without) -> [Node; 2] {
         }
     }
     for node in &mut nodes {
-        assert!(node.end.sleep == Sleep::Awake);
+        assert!(node.end.is_awake());
         node.got = 0;
         node.is_armed = false;
         node.without = without;
@@ -314,6 +323,17 @@ fn frame_to_a_node_that_rests(without: Without) {
     });
     receiver.wait_for(1);
     sender.join().unwrap();
+}
+
+/// A node that sleeps is left something to ask, and rests again until the answer comes.
+fn question_of_a_node_that_rests(without: Without) {
+    let [mut asks, mut answers] = nodes(without);
+    assert!(rest(&mut asks));
+    answers.answers = true;
+    let answers = thread::spawn(move || answers.wait_for(1));
+    asks.undone = 1;
+    asks.wait_for(1);
+    answers.join().unwrap();
 }
 
 /// A frame travels by packets while the peer goes to sleep.
@@ -370,6 +390,11 @@ fn rest__while_a_frame_comes() {
 }
 
 #[test]
+fn rest__with_something_left_to_ask() {
+    assert!(holds(question_of_a_node_that_rests, Without::Nothing));
+}
+
+#[test]
 fn receive__while_the_slot_is_written_again() {
     assert!(holds(slot_again, Without::Nothing));
 }
@@ -388,6 +413,7 @@ fn end__without_any_part_frames_are_lost() {
     ] {
         assert!(!holds(frame_to_a_node_that_rests, without), "{without:?}");
     }
+    assert!(!holds(question_of_a_node_that_rests, Without::Again));
     assert!(!holds(frame_by_packets, Without::Completion));
     assert!(!holds(slot_again, Without::EarlyRead));
 }
