@@ -7,13 +7,13 @@ mod heap;
 mod making;
 mod presence;
 mod release;
+pub(crate) mod rest;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
-use rdmux_verbs::{Arm, CompletionQueue, MemoryRegion, RemoteBuffer, Sge, Status, WcOpcode, WorkCompletion};
+use rdmux_verbs::{CompletionQueue, MemoryRegion, RemoteBuffer, Sge, Status, WcOpcode, WorkCompletion};
 use rdmux_wire::dsm::frame::SLOTS;
 use rdmux_wire::dsm::heap::Heap as HeapMessage;
 use rdmux_wire::dsm::joining::Joining;
@@ -302,24 +302,10 @@ impl Driver {
         }
     }
 
-    /// Prepares for a time in which nobody takes turns, but all that comes makes the descriptor of a queue readable. Returns false if something has
-    /// come: try again.
+    /// Prepares for a time in which nobody takes turns, but all that comes makes the descriptor of a queue readable. Returns false if that is not so
+    /// yet: try again.
     pub(crate) fn rest(&mut self) -> bool {
-        self.each_link(Link::tell_sleep);
-        self.poll_work();
-        // The nodes write frames, and then look whether this one sleeps: one of the two sees the other.
-        fence(Ordering::SeqCst);
-        let is_busy = self.links().any(Link::is_busy);
-        if self.is_armed && !is_busy {
-            return !self.turn(false) && self.is_armed;
-        }
-        self.queues.bells.arm(Arm::Next);
-        if is_busy {
-            self.queues.work.arm(Arm::Next);
-        }
-        let has_come = self.turn(true);
-        self.is_armed = !has_come;
-        !has_come
+        rest::rest(self)
     }
 
     /// Returns whether packets carry frames, which turns take only if they drive the device.

@@ -3,6 +3,13 @@
 //! [`protocol`] and [`release`] decide which node may access what, and [`sync`] which thread goes on: none has I/O or a clock. [`memory`] changes what the
 //! threads of a process may do with the pages of a region, and knows no other process. A [`Session`] joins them with other nodes' over RDMA.
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
+#![cfg_attr(
+    test,
+    allow(
+        clippy::duplicate_mod,
+        reason = "loom tries the same files on locks of its own"
+    )
+)]
 
 #[macro_use]
 pub mod mutant;

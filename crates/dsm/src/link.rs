@@ -1,5 +1,7 @@
 //! The connection to another node: frames both ways, and reads of the other's memory.
 
+mod end;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -15,7 +17,8 @@ use rdmux_wire::Malformed;
 use rdmux_wire::dsm::MESSAGE_LEN;
 use rdmux_wire::dsm::frame::{FRAME_LEN, Frame, RING_LEN, SLEEPS_AT, SLOTS};
 
-use crate::window::{Slot, Window};
+use self::end::{End, Ring};
+use crate::window::Slot;
 
 /// Reads in flight to one node. Others wait for their completions.
 const READS: u32 = 32;
@@ -179,16 +182,8 @@ impl Prepared {
             _ring_mr: self.ring_mr,
             ring: self.ring,
             peer_ring: RKey(peer_ring),
-            window: Window::default(),
+            end: End::new(),
             waiting: VecDeque::new(),
-            posted: 0,
-            done: 0,
-            is_direct: false,
-            uses_packets: false,
-            rung: 0,
-            owes_bell: false,
-            sleeps: 0,
-            sleep: Sleep::Unneeded,
             outstanding: 0,
             reads: 0,
             waiting_reads: VecDeque::new(),
@@ -201,17 +196,24 @@ fn post_bell(node: u32, qp: &QueuePair) -> Result<(), PostError> {
     qp.post_recv(RecvRequest::new(WorkId::Bell.of(node), SgeList::EMPTY))
 }
 
-/// State of the word that tells the peer of this node's sleep.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Sleep {
-    /// The peer rings the bell anyway.
-    Unneeded,
-    /// The peer may count on this node's polling.
-    Awake,
-    /// The word is being written.
-    Writing,
-    /// The peer rings the bell with its next frame.
-    Told,
+impl Ring for AnonymousMemory {
+    fn count(&self, slot: u32, order: Ordering) -> u32 {
+        let at = slot as usize * FRAME_LEN;
+        let last = self.mapping().double_word(at + FRAME_LEN - 8);
+        (last.load(order).to_le() >> 32) as u32
+    }
+
+    fn frame(&self, slot: u32) -> [u8; FRAME_LEN] {
+        self.mapping().load_line(slot as usize * FRAME_LEN)
+    }
+
+    fn word(&self) -> u32 {
+        u32::from_le(self.mapping().load(SLEEPS_AT))
+    }
+
+    fn fence(&self, order: Ordering) {
+        fence(order);
+    }
 }
 
 /// The connection to another node. Messages that cannot be sent yet wait in it, in their order, and so do reads.
@@ -226,22 +228,8 @@ pub(crate) struct Link {
     _ring_mr: MemoryRegion,
     ring: Arc<AnonymousMemory>,
     peer_ring: RKey,
-    window: Window,
+    end: End,
     waiting: VecDeque<[u8; MESSAGE_LEN]>,
-    /// Frames posted, and those of them that are written, modulo 2^32.
-    posted: u32,
-    done: u32,
-    /// The last frame was written when it was posted.
-    is_direct: bool,
-    /// The last frame was not.
-    uses_packets: bool,
-    /// Value of the peer's word for which the bell was rung, or from which the peer has woken.
-    rung: u32,
-    /// A frame was posted since the last look whether the bell is to be rung.
-    owes_bell: bool,
-    /// Value of this node's word at the peer.
-    sleeps: u32,
-    sleep: Sleep,
     /// Requests without a completion so far.
     outstanding: u32,
     reads: u32,
@@ -273,7 +261,7 @@ impl Link {
 
     /// Returns whether the last frames went by packets.
     pub(crate) fn uses_packets(&self) -> bool {
-        self.uses_packets
+        self.end.uses_packets()
     }
 
     /// Notes the completion of a request.
@@ -302,43 +290,28 @@ impl Link {
 
     /// Takes the completion of a frame.
     pub(crate) fn has_written(&mut self, count: u32) -> Result<(), LinkError> {
-        self.done = count;
+        self.end.has_written(count);
         self.send_waiting()
     }
 
     /// Takes a bell.
     pub(crate) fn has_rung(&mut self) -> Result<(), LinkError> {
-        self.wake();
+        self.end.has_rung();
         Ok(post_bell(self.node, &self.qp)?)
     }
 
     /// Takes the next frame, if it has come.
     pub(crate) fn receive(&mut self) -> Result<Option<Frame>, LinkError> {
-        let (slot, count) = self.window.next();
-        let at = slot as usize * FRAME_LEN;
-        // The count comes last, so all of the frame is there.
-        let last = self.ring.mapping().double_word(at + FRAME_LEN - 8);
-        if (last.load(Ordering::Acquire).to_le() >> 32) as u32 != count {
-            return Ok(None);
+        let frame = self.end.receive(&*self.ring)?;
+        if frame.is_some() {
+            self.send_waiting()?;
         }
-        let frame = Frame::parse(&self.ring.mapping().load_line(at))?;
-        if !self.window.handle(frame.handled) {
-            return Err(LinkError::Handled);
-        }
-        // The peer has woken from that sleep, and will tell before the next one.
-        if frame.sleeps.wrapping_sub(self.rung).cast_signed() > 0 {
-            self.rung = frame.sleeps;
-        }
-        if frame.is_direct && self.sleep == Sleep::Unneeded {
-            self.sleep = Sleep::Awake;
-        }
-        self.send_waiting()?;
-        Ok(Some(frame))
+        Ok(frame)
     }
 
     /// Tells the node of the frames that were handled, if no message has done that.
     pub(crate) fn tell(&mut self) -> Result<(), LinkError> {
-        match self.window.take_bare() {
+        match self.end.take_bare() {
             Some(slot) => self.post(slot, None),
             None => Ok(()),
         }
@@ -346,66 +319,48 @@ impl Link {
 
     /// Rings the bell if the node may not see the frames that were posted: they are on their way, or it sleeps.
     pub(crate) fn ring(&mut self) -> Result<(), LinkError> {
-        if !self.owes_bell || self.outstanding >= SENDS - READS - 2 {
+        if self.outstanding >= SENDS - READS - 2 || !self.end.must_ring(&*self.ring) {
             return Ok(());
         }
-        self.owes_bell = false;
-        self.is_direct = self.done == self.posted;
-        self.uses_packets = !self.is_direct;
-        // The node writes its word, and then looks at its ring for the last time: one of the two sees the other.
-        fence(Ordering::SeqCst);
-        let word = u32::from_le(self.ring.mapping().load(SLEEPS_AT));
-        if self.is_direct && word != 0 && word == self.rung {
-            return Ok(());
-        }
-        self.rung = word;
         self.post_request(SendRequest::send(SgeList::EMPTY), WorkId::Bell)
     }
 
     /// Tells the node that this one will not look at its ring until the bell rings, if the node would not ring it.
     pub(crate) fn tell_sleep(&mut self) -> Result<(), LinkError> {
-        if self.sleep != Sleep::Awake {
+        let Some(sleeps) = self.end.tell_sleep() else {
             return Ok(());
-        }
-        self.sleep = Sleep::Writing;
-        // 0 is the value at first: the peer then rings always.
-        self.sleeps = self.sleeps.checked_add(1).unwrap_or(1);
-        let word = self.sleeps.to_le_bytes();
+        };
         self.buffers
-            .write(WORD_AT as u64, &word)
+            .write(WORD_AT as u64, &sleeps.to_le_bytes())
             .map_err(|_| LinkError::Buffers)?;
         let word = self.buffers_mr.sge(WORD_AT as u64, 4);
         let request = SendRequest::write(word, self.remote(SLEEPS_AT, 4));
-        self.post_request(request, WorkId::Word(self.sleeps))
-    }
-
-    /// Notes that the peer may count on this node's polling from now on.
-    fn wake(&mut self) {
-        if matches!(self.sleep, Sleep::Writing | Sleep::Told) {
-            self.sleep = Sleep::Awake;
-        }
+        self.post_request(request, WorkId::Word(sleeps))
     }
 
     /// Takes the completion of the word.
     pub(crate) fn has_told_sleep(&mut self, word: u32) {
-        if self.sleep == Sleep::Writing && word == self.sleeps {
-            self.sleep = Sleep::Told;
-        }
+        self.end.has_told_sleep(word);
     }
 
     /// Returns whether requests are in progress whose completions matter.
     pub(crate) fn is_busy(&self) -> bool {
         self.reads > 0
-            || self.sleep == Sleep::Writing
+            || self.end.is_telling()
             || self.probed.is_some()
-            || self.owes_bell
+            || self.end.owes_bell()
             || !self.waiting.is_empty()
+    }
+
+    /// Returns whether the node may count on this one's polling, and rings no bell.
+    pub(crate) fn is_relied_on(&self) -> bool {
+        self.end.is_awake()
     }
 
     fn send_waiting(&mut self) -> Result<(), LinkError> {
         while !self.waiting.is_empty()
             && self.outstanding < CROWDED
-            && let Some(slot) = self.window.take()
+            && let Some(slot) = self.end.take()
         {
             let message = self.waiting.pop_front();
             self.post(slot, message)?;
@@ -414,21 +369,11 @@ impl Link {
     }
 
     fn post(&mut self, slot: Slot, message: Option<[u8; MESSAGE_LEN]>) -> Result<(), LinkError> {
-        let frame = Frame {
-            message,
-            handled: slot.handled,
-            sleeps: self.sleeps,
-            is_direct: self.is_direct,
-            count: slot.count,
-        };
-        // A node that has the frame hears that this one is awake.
-        self.wake();
         let at = slot.index as usize * FRAME_LEN;
+        let frame = self.end.post(slot, message);
         self.buffers
             .write(at as u64, &frame.emit())
             .map_err(|_| LinkError::Buffers)?;
-        self.posted = slot.count;
-        self.owes_bell = true;
         let frame = self.buffers_mr.sge(at as u64, FRAME_LEN as u32);
         let request = SendRequest::write(frame, self.remote(at, FRAME_LEN));
         self.post_request(request, WorkId::Frame(slot.count))

@@ -4,13 +4,14 @@ mod error;
 mod join;
 mod modes;
 mod service;
+mod turns;
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::convert::Infallible;
-use std::ops::{Deref, DerefMut, Range};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{JoinHandle, LocalKey};
 use std::time::{Duration, Instant};
 
@@ -23,6 +24,7 @@ use rdmux_wire::dsm::joining::{Joining, Step};
 use rdmux_wire::dsm::{NodeId, heap as heap_message};
 
 pub use self::error::Error;
+use self::turns::{Driving, Pause, Turns};
 use crate::cluster::Cluster;
 use crate::driver::{Answer, Driver, Making, Offer, Queues, REGIONS_MAX, Shadow};
 use crate::geometry::Geometry;
@@ -33,21 +35,15 @@ use crate::placement::{Digest, Placement};
 use crate::protocol::{Homes, Settings};
 use crate::region::{Pages, Region};
 use crate::signal;
-use crate::stat::{NodeCounter, Sheet};
+use crate::stat::Sheet;
 use crate::sync::THREADS_MAX;
 use crate::thread::Thread;
 
 /// Longest sleep of a waiting thread before it looks at the connections.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Turns of a waiting thread, of which the last one drives the device; where packets carry frames, each does.
-const TURNS: u32 = 64;
-
 /// Wake-ups after which a node that sleeps answers: of the device's thread, and of the service thread. Then a thread of the program may follow.
 const WAKES: u32 = 2;
-
-/// Tries of a thread to leave the turns to nobody before it wakes the service thread.
-const RESTS: u32 = 4;
 
 /// Units that one thread asks for before it has had the first, and bytes of them. Of large units it asks for two.
 const UNITS_AT_ONCE: u64 = 256;
@@ -170,14 +166,8 @@ pub struct Session {
 /// All that the threads of a node share.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    driver: Mutex<Driver>,
-    /// Threads of the program that take turns at the driver.
-    pollers: AtomicU32,
-    /// Notified when [`Driver::changes`] has grown, if threads sleep.
-    changed: Condvar,
+    turns: Turns<Driver>,
     queues: Queues,
-    waker: Waker,
-    stops: AtomicBool,
     /// A node that does not answer for so long has to leave.
     lease: Duration,
     /// Time that all nodes had to join.
@@ -199,12 +189,8 @@ impl Session {
         let sheet = Sheet::new(&cluster)?;
         let driver = Driver::new(cluster.own(), joined.queues.clone(), joined.links, homes, sheet);
         let shared = Arc::new(Shared {
-            driver: Mutex::new(driver),
-            pollers: AtomicU32::new(0),
-            changed: Condvar::new(),
+            turns: Turns::new(driver, Waker::new()?),
             queues: joined.queues,
-            waker: Waker::new()?,
-            stops: AtomicBool::new(false),
             lease: cluster.lease,
             joining: timeout,
             has_release: AtomicBool::new(false),
@@ -303,7 +289,7 @@ impl Session {
         if region.is_err() {
             // The others wait for this node.
             let refusal = agreement.joining(0, Step::Differs);
-            self.shared.act(|driver| driver.tell_all(&refusal));
+            self.shared.turns.act(|driver| driver.tell_all(&refusal));
         }
         region
     }
@@ -319,8 +305,7 @@ impl Drop for Session {
         let _ = self
             .shared
             .wait(|driver| Ok::<_, Infallible>(sent(driver).then_some(())));
-        self.shared.stops.store(true, Ordering::Release);
-        self.shared.waker.wake();
+        self.shared.turns.stop();
         if let Some(service) = self.service.take() {
             // It panics only with a defect, of which the panic has told.
             let _ = service.join();
@@ -507,7 +492,10 @@ impl<'a> Agreement<'a, '_> {
 
     fn tell_first(&self, attempt: u32, step: Step) {
         let message = self.joining(attempt, step);
-        self.session.shared.act(|driver| driver.tell_first(&message));
+        self.session
+            .shared
+            .turns
+            .act(|driver| driver.tell_first(&message));
     }
 
     fn joining(&self, attempt: u32, step: Step) -> Joining {
@@ -560,59 +548,6 @@ fn at_once(pages: &Pages) -> u32 {
     units.clamp(2, UNITS_AT_ONCE) as u32
 }
 
-/// The driver, held by this thread. At the end, its frames are on their way, and threads that sleep look at what has changed.
-pub(crate) struct Driving<'a> {
-    shared: &'a Shared,
-    /// `None` after [`Driving::release`].
-    driver: Option<MutexGuard<'a, Driver>>,
-    /// [`Driver::changes`] at the beginning.
-    changes: u64,
-    /// The counter of the events that this thread handles.
-    stage: NodeCounter,
-}
-
-impl<'a> Driving<'a> {
-    /// Ends the change of the driver, and returns it as it is held.
-    fn release(mut self) -> Option<MutexGuard<'a, Driver>> {
-        self.end();
-        self.driver.take()
-    }
-
-    fn end(&mut self) {
-        if let Some(driver) = &mut self.driver {
-            driver.settle();
-            driver.count_events(self.stage);
-            if driver.changes() != self.changes {
-                self.shared.changed.notify_all();
-            }
-        }
-    }
-}
-
-impl Deref for Driving<'_> {
-    type Target = Driver;
-
-    fn deref(&self) -> &Driver {
-        self.driver
-            .as_ref()
-            .expect("it is held until `release` or the end")
-    }
-}
-
-impl DerefMut for Driving<'_> {
-    fn deref_mut(&mut self) -> &mut Driver {
-        self.driver
-            .as_mut()
-            .expect("it is held until `release` or the end")
-    }
-}
-
-impl Drop for Driving<'_> {
-    fn drop(&mut self) {
-        self.end();
-    }
-}
-
 thread_local! {
     /// Waiting policy of this thread for pages, which come after an exchange of messages.
     static FOR_PAGES: RefCell<Option<Waiting>> = const { RefCell::new(None) };
@@ -620,29 +555,53 @@ thread_local! {
     static FOR_THREADS: RefCell<Option<Waiting>> = const { RefCell::new(None) };
 }
 
-/// Time in which nothing has come.
-#[derive(Debug, Default)]
-struct Gap {
+/// A waiting policy, and the time in which nothing has come.
+#[derive(Debug)]
+struct Gaps {
+    waiting: Waiting,
     /// `None`: the last look has found something.
     began: Option<Instant>,
     has_slept: bool,
 }
 
-impl Gap {
-    /// Notes what a look has found. The policy hears of the gap at its end.
-    fn saw(&mut self, has_come: bool, waiting: &mut Waiting) {
-        if !has_come {
-            self.began();
-        } else if let Some(began) = self.began.take() {
-            match std::mem::take(&mut self.has_slept) {
-                true => waiting.slept(began, true),
-                false => waiting.came(began),
-            }
+impl Gaps {
+    fn new(waiting: Waiting) -> Gaps {
+        Gaps {
+            waiting,
+            began: None,
+            has_slept: false,
         }
     }
 
     fn began(&mut self) -> Instant {
         *self.began.get_or_insert_with(Instant::now)
+    }
+
+    /// Forgets a gap of which the policy is not to hear.
+    fn forget(&mut self) {
+        self.began = None;
+        self.has_slept = false;
+    }
+}
+
+impl Pause for Gaps {
+    /// Notes what a look has found. The policy hears of the gap at its end.
+    fn saw(&mut self, has_come: bool) {
+        if !has_come {
+            self.began();
+        } else if let Some(began) = self.began.take() {
+            match std::mem::take(&mut self.has_slept) {
+                true => self.waiting.slept(began, true),
+                false => self.waiting.came(began),
+            }
+        }
+    }
+
+    fn pause(&mut self) -> bool {
+        let began = self.began();
+        let polls = self.waiting.pause(began);
+        self.has_slept |= !polls;
+        polls
     }
 }
 
@@ -651,24 +610,8 @@ type Kind = LocalKey<RefCell<Option<Waiting>>>;
 
 impl Shared {
     /// Holds the driver. A thread that does so touches no view.
-    pub(crate) fn lock(&self) -> Driving<'_> {
-        self.lock_in(NodeCounter::Stage1Events)
-    }
-
-    /// Does so in a thread that handles events of a stage.
-    fn lock_in(&self, stage: NodeCounter) -> Driving<'_> {
-        let driver = self.driver.lock().unwrap_or_else(PoisonError::into_inner);
-        Driving {
-            shared: self,
-            changes: driver.changes(),
-            driver: Some(driver),
-            stage,
-        }
-    }
-
-    /// Returns whether a thread of the program takes turns at the driver.
-    fn is_polled(&self) -> bool {
-        self.pollers.load(Ordering::Relaxed) > 0
+    pub(crate) fn lock(&self) -> Driving<'_, Driver> {
+        self.turns.lock()
     }
 
     /// Waits until `done` returns a result or an error, and drives meanwhile.
@@ -679,67 +622,15 @@ impl Shared {
     fn wait_by<R, E>(
         &self,
         kind: &'static Kind,
-        mut done: impl FnMut(&mut Driver) -> Result<Option<R>, E>,
+        done: impl FnMut(&mut Driver) -> Result<Option<R>, E>,
     ) -> Result<R, E> {
         // In a thread that ends, there may be none any more.
         let waiting = kind.try_with(RefCell::take).ok().flatten();
-        let mut waiting = waiting.unwrap_or_else(|| Waiting::chained(None, WAKES + 1));
-        let mut gap = Gap::default();
-        self.pollers.fetch_add(1, Ordering::Relaxed);
-        let result = 'wait: loop {
-            let mut changes = 0;
-            for turn in 1..=TURNS {
-                let mut driver = self.lock();
-                let thoroughly = turn == TURNS || driver.uses_packets();
-                let has_come = driver.turn(thoroughly);
-                changes = driver.changes();
-                let result = done(&mut driver).transpose();
-                if result.is_some() {
-                    self.stop_polling(&mut driver);
-                }
-                drop(driver);
-                gap.saw(has_come || result.is_some(), &mut waiting);
-                if let Some(result) = result {
-                    break 'wait result;
-                }
-                std::hint::spin_loop();
-            }
-            if waiting.pause(gap.began()) {
-                continue;
-            }
-            gap.has_slept = true;
-            let mut driver = self.lock();
-            // The service thread drives now. All that has come since the last look at `done` counts.
-            self.stop_polling(&mut driver);
-            let is_as_before = |driver: &mut Driver| driver.changes() == changes;
-            if let Some(driver) = driver.release() {
-                drop(self.changed.wait_timeout_while(driver, LOOK, is_as_before));
-            }
-            self.pollers.fetch_add(1, Ordering::Relaxed);
-        };
-        let _ = kind.try_with(|kept| kept.replace(Some(waiting)));
+        let waiting = waiting.unwrap_or_else(|| Waiting::chained(None, WAKES + 1));
+        let mut gaps = Gaps::new(waiting);
+        let result = self.turns.wait(&mut gaps, done);
+        let _ = kind.try_with(|kept| kept.replace(Some(gaps.waiting)));
         result
-    }
-
-    /// Changes the driver for a thread that does not wait for anything.
-    fn act(&self, f: impl FnOnce(&mut Driver)) {
-        self.pollers.fetch_add(1, Ordering::Relaxed);
-        let mut driver = self.lock();
-        f(&mut driver);
-        self.stop_polling(&mut driver);
-    }
-
-    /// Ends the turns of a thread of the program. The service thread follows if it was the last one.
-    fn stop_polling(&self, driver: &mut Driver) {
-        if self.pollers.fetch_sub(1, Ordering::Relaxed) > 1 {
-            return;
-        }
-        for _ in 0..RESTS {
-            if driver.rest() {
-                return;
-            }
-        }
-        self.waker.wake();
     }
 
     /// Waits until this node has had a right to each of some units. Asks for many at a time.
@@ -788,7 +679,7 @@ impl Shared {
     /// Asks for the first of some units to which this node has no right, without waiting.
     pub(crate) fn prefetch(&self, region: u32, pages: &Pages, wanted: Range<u32>, access: Access) {
         let is_away = |unit: &u32| !pages.allow(*unit, access) && pages.lost(*unit).is_none();
-        self.act(|driver| {
+        self.turns.act(|driver| {
             for unit in wanted.filter(is_away).take(at_once(pages) as usize) {
                 driver.ask(region, pages, unit, access);
             }
@@ -891,7 +782,7 @@ impl Shared {
         if pages.delivery() != Delivery::Signal {
             let mut readers = self.readers.lock().unwrap_or_else(PoisonError::into_inner);
             readers.push((region, pages.clone()));
-            self.waker.wake();
+            self.turns.waker().wake();
         }
     }
 }

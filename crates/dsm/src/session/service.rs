@@ -1,12 +1,12 @@
 //! The service thread of a node: answers the others and the program's faults, while no thread of the program does.
 
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rdmux_runtime::Waiting;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{Gap, LOOK, Shared, WAKES};
+use super::turns::{Pause, Service};
+use super::{Gaps, LOOK, Shared, WAKES};
 use crate::driver::Patience;
 use crate::memory::userfault::Fault;
 use crate::region::Pages;
@@ -15,85 +15,113 @@ use crate::stat::NodeCounter;
 /// Questions whether a node is there, in the time of a lease.
 const PROBES: u32 = 8;
 
+/// Stage of the events that the service thread handles.
+const STAGE: NodeCounter = NodeCounter::Stage2Events;
+
 /// Serves until the node leaves.
 pub(super) fn serve(shared: &Shared) {
-    let mut waiting = Waiting::chained(None, WAKES);
-    let mut gap = Gap::default();
-    let mut readers = shared.readers();
-    let mut faults = Vec::new();
-    let mut probed = Instant::now();
-    while !shared.stops.load(Ordering::Acquire) {
-        let has_come = turn(shared, &readers, &mut faults);
-        gap.saw(has_come, &mut waiting);
-        if probed.elapsed() >= shared.lease / PROBES {
-            probed = Instant::now();
-            shared.lock_in(NodeCounter::Stage2Events).probe(Patience {
+    let mut serving = Serving {
+        shared,
+        gaps: Gaps::new(Waiting::chained(None, WAKES)),
+        readers: shared.readers(),
+        faults: Vec::new(),
+        probed: Instant::now(),
+    };
+    shared.turns.serve(STAGE, &mut serving);
+}
+
+/// State of the service thread.
+struct Serving<'a> {
+    shared: &'a Shared,
+    gaps: Gaps,
+    readers: Vec<(u32, Pages)>,
+    faults: Vec<Fault>,
+    probed: Instant,
+}
+
+impl Pause for Serving<'_> {
+    fn saw(&mut self, has_come: bool) {
+        self.gaps.saw(has_come);
+    }
+
+    fn pause(&mut self) -> bool {
+        self.gaps.pause()
+    }
+}
+
+impl Service for Serving<'_> {
+    fn turn(&mut self) -> bool {
+        let any = self.take_all();
+        let shared = self.shared;
+        if self.probed.elapsed() >= shared.lease / PROBES {
+            self.probed = Instant::now();
+            shared.turns.lock_in(STAGE).probe(Patience {
                 // A node that fell silent just after an answer is noticed before its lease is over.
                 lease: shared.lease / PROBES * (PROBES - 2),
                 joining: shared.joining,
                 answers: shared.lease * 2,
             });
         }
-        let is_polled = shared.is_polled();
-        if !is_polled && (has_come || waiting.pause(gap.began())) {
-            continue;
-        }
-        rest(shared, &readers);
-        readers = shared.readers();
-        gap.has_slept = true;
-        if is_polled {
+        any
+    }
+
+    /// Sleeps until something has come. While a thread of the program polls, only faults and the time end it.
+    fn sleep(&mut self) {
+        let Shared {
+            turns, queues, lease, ..
+        } = self.shared;
+        let mut fds = vec![
+            PollFd::new(turns.waker().fd(), PollFlags::IN),
+            PollFd::new(&queues.work, PollFlags::IN),
+            PollFd::new(&queues.bells, PollFlags::IN),
+        ];
+        let userfaults = self
+            .readers
+            .iter()
+            .filter_map(|(_, pages)| pages.view().userfault());
+        fds.extend(userfaults.map(|userfault| PollFd::new(userfault, PollFlags::IN)));
+        // Its end tells nothing: all is looked at.
+        let _ = poll(&mut fds, Some(&timespec((*lease / PROBES).min(LOOK))));
+        turns.waker().reset_if_woken();
+        queues.work.take_event();
+        queues.bells.take_event();
+    }
+
+    fn awake(&mut self, was_polled: bool) {
+        self.readers = self.shared.readers();
+        if was_polled {
             // Another thread has taken all that came then.
-            gap = Gap::default();
+            self.gaps.forget();
         }
     }
 }
 
-/// Answers all that has come. Returns whether there was anything.
-fn turn(shared: &Shared, readers: &[(u32, Pages)], faults: &mut Vec<Fault>) -> bool {
-    let mut driver = shared.lock_in(NodeCounter::Stage2Events);
-    let mut any = driver.turn(true);
-    for (region, pages) in readers {
-        let Some(userfault) = pages.view().userfault() else {
-            continue;
-        };
-        faults.clear();
-        // A later look finds the fault if this one fails.
-        let _ = userfault.read(faults);
-        for fault in faults.iter() {
-            any = true;
-            match pages.view().resolve(*fault) {
-                Ok(None) => {}
-                Ok(Some(wanted)) => {
-                    let unit = pages.geometry().unit_of(wanted.page);
-                    driver.fault(*region, unit, wanted.access);
+impl Serving<'_> {
+    /// Answers all that has come. Returns whether there was anything.
+    fn take_all(&mut self) -> bool {
+        let mut driver = self.shared.turns.lock_in(STAGE);
+        let mut any = driver.turn(true);
+        for (region, pages) in &self.readers {
+            let Some(userfault) = pages.view().userfault() else {
+                continue;
+            };
+            self.faults.clear();
+            // A later look finds the fault if this one fails.
+            let _ = userfault.read(&mut self.faults);
+            for fault in &self.faults {
+                any = true;
+                match pages.view().resolve(*fault) {
+                    Ok(None) => {}
+                    Ok(Some(wanted)) => {
+                        let unit = pages.geometry().unit_of(wanted.page);
+                        driver.fault(*region, unit, wanted.access);
+                    }
+                    Err(error) => driver.fail(error),
                 }
-                Err(error) => driver.fail(error),
             }
         }
+        any
     }
-    any
-}
-
-/// Sleeps until something has come. While a thread of the program polls, only faults and the time end its sleep.
-fn rest(shared: &Shared, readers: &[(u32, Pages)]) {
-    {
-        let mut driver = shared.lock_in(NodeCounter::Stage2Events);
-        if !shared.is_polled() && !driver.rest() {
-            return;
-        }
-    }
-    let mut fds = vec![
-        PollFd::new(shared.waker.fd(), PollFlags::IN),
-        PollFd::new(&shared.queues.work, PollFlags::IN),
-        PollFd::new(&shared.queues.bells, PollFlags::IN),
-    ];
-    let userfaults = readers.iter().filter_map(|(_, pages)| pages.view().userfault());
-    fds.extend(userfaults.map(|userfault| PollFd::new(userfault, PollFlags::IN)));
-    // Its end tells nothing: all is looked at.
-    let _ = poll(&mut fds, Some(&timespec((shared.lease / PROBES).min(LOOK))));
-    shared.waker.reset_if_woken();
-    shared.queues.work.take_event();
-    shared.queues.bells.take_event();
 }
 
 fn timespec(time: Duration) -> Timespec {

@@ -1,0 +1,67 @@
+//! Turns at the driver: whoever holds it takes them, one thread at a time. Who leaves it last sees to it that what comes wakes the service thread.
+//!
+//! A thread that waits counts among the pollers, takes turns, and looks after each whether it has what it waits for. When it sleeps it holds the
+//! driver until the condition variable has it, so nothing changes between its last look and its sleep. Somebody always takes what comes: a
+//! poller; or the service thread, which is awake, or sleeps on descriptors that become readable.
+
+mod driving;
+
+use crate::driver::Driver;
+use crate::stat::NodeCounter;
+
+pub(crate) use self::driving::{Drive, Driving, Pause, Service, Turns};
+
+/// Locks, atomics and functions of the system that the turns need.
+mod sync {
+    pub(super) use std::hint::spin_loop;
+    pub(super) use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+    pub(super) use std::sync::{Condvar, Mutex, MutexGuard};
+
+    pub(super) use rdmux_verbs::provider::Waker;
+
+    use super::super::LOOK;
+
+    /// Turns of a waiting thread, of which the last one drives the device; where packets carry frames, each does.
+    pub(super) const TURNS: u32 = 64;
+
+    /// Tries of a thread to leave the turns to nobody before it wakes the service thread.
+    pub(super) const RESTS: u32 = 4;
+
+    /// Sleeps while nothing has changed, or for a while.
+    pub(super) fn wait_while<T>(
+        changed: &Condvar,
+        guard: MutexGuard<'_, T>,
+        condition: impl FnMut(&mut T) -> bool,
+    ) {
+        drop(changed.wait_timeout_while(guard, LOOK, condition));
+    }
+}
+
+impl Drive for Driver {
+    type Stage = NodeCounter;
+    const OWN: NodeCounter = NodeCounter::Stage1Events;
+
+    fn turn(&mut self, thoroughly: bool) -> bool {
+        Driver::turn(self, thoroughly)
+    }
+
+    fn uses_packets(&self) -> bool {
+        Driver::uses_packets(self)
+    }
+
+    fn rest(&mut self) -> bool {
+        Driver::rest(self)
+    }
+
+    fn settle(&mut self, stage: NodeCounter) {
+        Driver::settle(self);
+        self.count_events(stage);
+    }
+
+    fn changes(&self) -> u64 {
+        Driver::changes(self)
+    }
+}
+
+#[cfg(test)]
+mod tests;

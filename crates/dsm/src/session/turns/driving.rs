@@ -1,0 +1,235 @@
+//! The driver as threads hold it and leave it.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::PoisonError;
+
+use super::sync::{
+    AtomicBool, AtomicU32, Condvar, Mutex, MutexGuard, Ordering, RESTS, TURNS, Waker, spin_loop, wait_while,
+};
+
+/// What turns are taken at. Tests implement it with another device.
+pub(crate) trait Drive {
+    /// The part that the events of a thread are counted in.
+    type Stage: Copy;
+    /// The stage of threads that do not serve.
+    const OWN: Self::Stage;
+
+    /// Takes all that has come, and returns whether there was anything. Without `thoroughly` it takes what costs little to notice.
+    fn turn(&mut self, thoroughly: bool) -> bool;
+    /// Returns whether only thorough turns take what comes.
+    fn uses_packets(&self) -> bool;
+    /// Prepares for a time in which nobody takes turns, but all that comes wakes the service thread. Returns false if something has come.
+    fn rest(&mut self) -> bool;
+    /// Ends a change by a thread of a stage.
+    fn settle(&mut self, stage: Self::Stage);
+    /// Returns a number that has grown if a thread that waits should look again.
+    fn changes(&self) -> u64;
+}
+
+/// When a thread that waits stops polling.
+pub(crate) trait Pause {
+    /// Notes what a look has found.
+    fn saw(&mut self, has_come: bool);
+    /// Pauses before another look. Returns false once the thread should sleep.
+    fn pause(&mut self) -> bool;
+}
+
+/// The service thread.
+pub(crate) trait Service: Pause {
+    /// Takes all that has come, and returns whether there was anything.
+    fn turn(&mut self) -> bool;
+    /// Sleeps until something has come, or the waker is woken.
+    fn sleep(&mut self);
+    /// Prepares for the next turn. Another thread has polled meanwhile, or not.
+    fn awake(&mut self, was_polled: bool);
+}
+
+/// The driver, and the threads that take turns at it.
+#[derive(Debug)]
+pub(crate) struct Turns<D> {
+    driver: Mutex<D>,
+    /// Threads of the program that take turns. It grows at any time, and falls with the driver held.
+    pollers: AtomicU32,
+    /// Notified when [`Drive::changes`] has grown, if threads sleep.
+    changed: Condvar,
+    /// Ends the sleep of the service thread.
+    waker: Waker,
+    stops: AtomicBool,
+}
+
+impl<D: Drive> Turns<D> {
+    pub(crate) fn new(driver: D, waker: Waker) -> Turns<D> {
+        Turns {
+            driver: Mutex::new(driver),
+            pollers: AtomicU32::new(0),
+            changed: Condvar::new(),
+            waker,
+            stops: AtomicBool::new(false),
+        }
+    }
+
+    /// Returns what ends the sleep of the service thread.
+    pub(crate) fn waker(&self) -> &Waker {
+        &self.waker
+    }
+
+    /// Holds the driver, in a thread that does not serve.
+    pub(crate) fn lock(&self) -> Driving<'_, D> {
+        self.lock_in(D::OWN)
+    }
+
+    /// Holds the driver, in a thread that handles events of a stage.
+    pub(crate) fn lock_in(&self, stage: D::Stage) -> Driving<'_, D> {
+        let driver = self.driver.lock().unwrap_or_else(PoisonError::into_inner);
+        Driving {
+            turns: self,
+            changes: driver.changes(),
+            driver: Some(driver),
+            stage,
+        }
+    }
+
+    /// Returns whether a thread of the program takes turns.
+    fn is_polled(&self) -> bool {
+        self.pollers.load(Ordering::Relaxed) > 0
+    }
+
+    /// Waits until `done` returns a result or an error, and drives meanwhile.
+    pub(crate) fn wait<R, E>(
+        &self,
+        pause: &mut impl Pause,
+        mut done: impl FnMut(&mut D) -> Result<Option<R>, E>,
+    ) -> Result<R, E> {
+        self.pollers.fetch_add(1, Ordering::Relaxed);
+        loop {
+            let mut changes = 0;
+            for turn in 1..=TURNS {
+                let mut driver = self.lock();
+                let thoroughly = turn == TURNS || driver.uses_packets();
+                let has_come = driver.turn(thoroughly);
+                changes = driver.changes();
+                let result = done(&mut driver).transpose();
+                if result.is_some() {
+                    self.stop_polling(&mut driver);
+                }
+                drop(driver);
+                pause.saw(has_come || result.is_some());
+                if let Some(result) = result {
+                    return result;
+                }
+                spin_loop();
+            }
+            if pause.pause() {
+                continue;
+            }
+            let mut driver = self.lock();
+            // The service thread drives now. All that has come since the last look at `done` counts.
+            self.stop_polling(&mut driver);
+            if let Some(driver) = driver.release() {
+                wait_while(&self.changed, driver, |driver| driver.changes() == changes);
+            }
+            self.pollers.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Changes the driver for a thread that does not wait for anything.
+    pub(crate) fn act(&self, f: impl FnOnce(&mut D)) {
+        self.pollers.fetch_add(1, Ordering::Relaxed);
+        let mut driver = self.lock();
+        f(&mut driver);
+        self.stop_polling(&mut driver);
+    }
+
+    /// Ends the turns of a thread of the program. The service thread follows if it was the last one.
+    fn stop_polling(&self, driver: &mut D) {
+        if self.pollers.fetch_sub(1, Ordering::Relaxed) > 1 {
+            return;
+        }
+        for _ in 0..RESTS {
+            if driver.rest() {
+                return;
+            }
+        }
+        self.waker.wake();
+    }
+
+    /// Serves until [`Turns::stop`], while no thread of the program polls.
+    pub(crate) fn serve(&self, stage: D::Stage, service: &mut impl Service) {
+        while !self.stops.load(Ordering::Acquire) {
+            let has_come = service.turn();
+            service.saw(has_come);
+            let is_polled = self.is_polled();
+            if !is_polled && (has_come || service.pause()) {
+                continue;
+            }
+            if self.may_sleep(stage) {
+                service.sleep();
+            }
+            service.awake(is_polled);
+        }
+    }
+
+    /// Returns whether the service thread may sleep: another thread polls, or what comes wakes it.
+    fn may_sleep(&self, stage: D::Stage) -> bool {
+        let mut driver = self.lock_in(stage);
+        self.is_polled() || driver.rest()
+    }
+
+    /// Ends the service.
+    pub(crate) fn stop(&self) {
+        self.stops.store(true, Ordering::Release);
+        self.waker.wake();
+    }
+}
+
+/// The driver, held by this thread. At the end, its frames are on their way, and threads that sleep look at what has changed.
+pub(crate) struct Driving<'a, D: Drive> {
+    turns: &'a Turns<D>,
+    /// `None` after [`Driving::release`].
+    driver: Option<MutexGuard<'a, D>>,
+    /// [`Drive::changes`] at the beginning.
+    changes: u64,
+    /// The stage of the events that this thread handles.
+    stage: D::Stage,
+}
+
+impl<'a, D: Drive> Driving<'a, D> {
+    /// Ends the change of the driver, and returns it as it is held.
+    fn release(mut self) -> Option<MutexGuard<'a, D>> {
+        self.end();
+        self.driver.take()
+    }
+
+    fn end(&mut self) {
+        if let Some(driver) = &mut self.driver {
+            driver.settle(self.stage);
+            if driver.changes() != self.changes {
+                self.turns.changed.notify_all();
+            }
+        }
+    }
+}
+
+impl<D: Drive> Deref for Driving<'_, D> {
+    type Target = D;
+
+    fn deref(&self) -> &D {
+        self.driver
+            .as_ref()
+            .expect("it is held until `release` or the end")
+    }
+}
+
+impl<D: Drive> DerefMut for Driving<'_, D> {
+    fn deref_mut(&mut self) -> &mut D {
+        self.driver
+            .as_mut()
+            .expect("it is held until `release` or the end")
+    }
+}
+
+impl<D: Drive> Drop for Driving<'_, D> {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
