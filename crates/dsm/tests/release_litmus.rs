@@ -205,19 +205,40 @@ struct State {
 struct World<'a> {
     threads: &'a [&'a [Operation]],
     place: &'a Place,
+    /// Pages that each thread uses from each operation on.
+    used: Vec<Vec<Set>>,
+    /// Nodes that write. Others have no notices.
+    writers: Set,
 }
 
 /// Returns all outcomes of a program. Other programs that the nodes run at the same time may have them acquire before this one, and release after it.
 fn model(program: &Program, place: &Place) -> BTreeSet<Vec<u8>> {
-    let threads = program.threads;
-    World { threads, place }.outcomes()
+    World::new(program.threads, place).outcomes()
 }
 
-impl World<'_> {
+impl<'a> World<'a> {
+    fn new(threads: &'a [&'a [Operation]], place: &'a Place) -> World<'a> {
+        let page = |operation: &Operation| match operation {
+            Read(variable) | Write(variable, _) => Some(place.pages[*variable]),
+            Release | Acquire => None,
+        };
+        let used = |operations: &&[Operation]| {
+            let from = |at: usize| Set::of(operations[at..].iter().filter_map(page));
+            (0..=operations.len()).map(from).collect()
+        };
+        let writes = |number: &usize| threads[*number].iter().any(|it| matches!(it, Write(..)));
+        World {
+            threads,
+            place,
+            used: threads.iter().map(used).collect(),
+            writers: Set::of((0..threads.len()).filter(writes)),
+        }
+    }
+
     fn outcomes(&self) -> BTreeSet<Vec<u8>> {
         let mut first = State::default();
         for number in 0..self.threads.len() {
-            let pages = self.used(number, 0).members();
+            let pages = self.used[number][0].members();
             pages.for_each(|page| first.nodes[number].copies[page] = Some(Default::default()));
             self.forget(&mut first, number);
         }
@@ -271,19 +292,10 @@ impl World<'_> {
         }
     }
 
-    /// Returns the pages that a thread uses from an operation on.
-    fn used(&self, number: usize, at: usize) -> Set {
-        let operations = &self.threads[number][at..];
-        Set::of(operations.iter().filter_map(|operation| match operation {
-            Read(variable) | Write(variable, _) => Some(self.place.pages[*variable]),
-            Release | Acquire => None,
-        }))
-    }
-
     /// Drops what makes no difference any more, so that there are fewer states.
     fn forget(&self, state: &mut State, number: usize) {
         let node = &mut state.nodes[number];
-        let used = self.used(number, node.at.into());
+        let used = self.used[number][usize::from(node.at)];
         let mut kept = used.or(node.dirty);
         if let Doing::Releasing(_, pages, _) = node.doing {
             kept = kept.or(pages);
@@ -317,22 +329,26 @@ impl World<'_> {
         match node.doing {
             Doing::Nothing => {
                 let mut next = Vec::new();
-                if let Some(operation) = self.threads[number].get(usize::from(node.at)) {
-                    next.push(self.begin(state, number, *operation, true));
-                } else if !node.dirty.is_empty() {
-                    next.push(self.begin(state, number, Release, false));
+                match self.threads[number].get(usize::from(node.at)) {
+                    // A node may have no copy of some pages when it begins.
+                    Some(operation) if node.at == 0 => {
+                        let present = (0..VARIABLES).filter(|page| node.copies[*page].is_some());
+                        let present = Set::of(present);
+                        let missing = (0..1 << VARIABLES).map(Set);
+                        for missing in missing.filter(|it| it.and(present) == *it) {
+                            let mut without = *state;
+                            let copies = &mut without.nodes[number].copies;
+                            missing.members().for_each(|page| copies[page] = None);
+                            next.push(self.begin(&without, number, *operation, true));
+                        }
+                    }
+                    Some(operation) => next.push(self.begin(state, number, *operation, true)),
+                    None if node.dirty.is_empty() => {}
+                    None => next.push(self.begin(state, number, Release, false)),
                 }
-                if node.at == 0 {
-                    // One that finds nothing changes nothing.
-                    if node.news.iter().any(|news| !news.is_empty()) {
-                        next.push(self.begin(state, number, Acquire, false));
-                    }
-                    // A node may begin without a page.
-                    for page in (0..VARIABLES).filter(|page| node.copies[*page].is_some()) {
-                        let mut without = *state;
-                        without.nodes[number].copies[page] = None;
-                        next.push(without);
-                    }
+                // One that finds nothing changes nothing.
+                if node.at == 0 && node.news.iter().any(|news| !news.is_empty()) {
+                    next.push(self.begin(state, number, Acquire, false));
                 }
                 next
             }
@@ -435,12 +451,7 @@ impl World<'_> {
             }
             Acquire => {
                 node.is_own = is_own;
-                // Nodes that never write have no notices.
-                let writes = |other: &usize| {
-                    let mut operations = self.threads[*other].iter();
-                    *other != number && operations.any(|it| matches!(it, Write(..)))
-                };
-                let others = Set::of((0..self.threads.len()).filter(writes));
+                let others = self.writers.without(number);
                 node.doing = Doing::Acquiring(others, Set::default());
                 next
             }

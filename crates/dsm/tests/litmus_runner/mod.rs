@@ -207,7 +207,7 @@ impl Runner<'_> {
             }
             _ => {
                 for instance in 0..INSTANCES {
-                    if self.dice.next_u32() % 2 == 0 {
+                    if self.dice.next_u32().is_multiple_of(2) {
                         self.load(instance, X);
                     }
                 }
