@@ -9,7 +9,7 @@ mod common;
 mod happens_before;
 
 use std::num::NonZeroU32;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use board::{Board, run_with_board};
 use common::{MODES, run_as_node};
@@ -17,7 +17,7 @@ use happens_before::{Event, check};
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
 use rdmux_dsm::sync::{Call, Mode};
-use rdmux_dsm::{Consistency, FaultMode, RegionOptions, Session, Thread};
+use rdmux_dsm::{Consistency, FaultMode, Region, RegionOptions, Session, Thread};
 
 const HISTORIES: &str = "RDMUX_DSM_HISTORIES";
 const SEED: &str = "RDMUX_DSM_SEED";
@@ -31,7 +31,7 @@ const GUARDED: usize = 2;
 /// Words that have an owner from one barrier to the next.
 const OWNED: usize = 4;
 const WORDS: usize = LOCKS * GUARDED + OWNED;
-/// Events of a node at most.
+/// Events of a thread at most.
 const EVENTS: usize = 64;
 
 // Numbers of objects.
@@ -62,7 +62,7 @@ fn number(variable: &str, otherwise: u64) -> u64 {
     value.map_or(otherwise, |value| value.parse().expect("a number"))
 }
 
-/// Returns whether the nodes access words without an order in a history.
+/// Returns whether the threads access words without an order in a history.
 fn is_racy(history: u64) -> bool {
     history % 2 == 1
 }
@@ -70,28 +70,28 @@ fn is_racy(history: u64) -> bool {
 /// Makes the programs of a history.
 struct Author {
     dice: ChaCha8Rng,
-    nodes: usize,
+    threads: usize,
     is_racy: bool,
     writes: u8,
 }
 
 impl Author {
-    /// Returns the programs of all nodes.
-    fn programs(seed: u64, history: u64, nodes: usize) -> Vec<Vec<Task>> {
+    /// Returns the programs of all threads.
+    fn programs(seed: u64, history: u64, threads: usize) -> Vec<Vec<Task>> {
         let mut dice = ChaCha8Rng::seed_from_u64(seed);
         dice.set_stream(history);
         let mut author = Author {
             dice,
-            nodes,
+            threads,
             is_racy: is_racy(history),
             writes: 0,
         };
-        let mut programs = vec![Vec::new(); nodes];
+        let mut programs = vec![Vec::new(); threads];
         for _ in 0..1 + author.roll(3) {
             // Words without an owner are read by all.
-            let owners: [usize; OWNED] = std::array::from_fn(|_| author.roll(nodes + 1));
-            for (node, program) in programs.iter_mut().enumerate() {
-                (0..1 + author.roll(3)).for_each(|_| author.add_some(program, node, &owners));
+            let owners: [usize; OWNED] = std::array::from_fn(|_| author.roll(threads + 1));
+            for (thread, program) in programs.iter_mut().enumerate() {
+                (0..1 + author.roll(3)).for_each(|_| author.add_some(program, thread, &owners));
                 program.push(Task::Barrier);
             }
         }
@@ -108,8 +108,8 @@ impl Author {
         Task::Write(word, u64::from_ne_bytes([self.writes; 8]))
     }
 
-    /// Adds some tasks to the program of a node.
-    fn add_some(&mut self, program: &mut Vec<Task>, node: usize, owners: &[usize; OWNED]) {
+    /// Adds some tasks to the program of a thread.
+    fn add_some(&mut self, program: &mut Vec<Task>, thread: usize, owners: &[usize; OWNED]) {
         match self.roll(8) {
             0..4 => {
                 let lock = self.roll(LOCKS);
@@ -139,10 +139,10 @@ impl Author {
                         false => LOCKS * GUARDED + self.roll(OWNED),
                     };
                     let owner = word.checked_sub(LOCKS * GUARDED).map(|word| owners[word]);
-                    let is_own = self.is_racy || owner == Some(node);
+                    let is_own = self.is_racy || owner == Some(thread);
                     if is_own && self.roll(2) == 0 {
                         program.push(self.write(word));
-                    } else if is_own || owner == Some(self.nodes) {
+                    } else if is_own || owner == Some(self.threads) {
                         program.push(Task::Read(word));
                     }
                 }
@@ -305,7 +305,7 @@ fn check__refuses_histories_that_release_consistency_does_not_allow() {
 #[test]
 fn programs__without_races_have_none_and_others_have_some() {
     let races = |history: u64| {
-        // One node runs after the other, from each barrier to the next.
+        // One thread runs after the other, from each barrier to the next.
         let mut memory = [0; WORDS];
         let (mut numbers, mut added) = ([0; LOCKS], 0);
         let mut programs: Vec<_> = Author::programs(7, history, 3)
@@ -355,119 +355,174 @@ fn programs__without_races_have_none_and_others_have_some() {
 
 #[test]
 fn node() {
-    run_as_node(&[("histories", histories)]);
+    run_as_node(&[("single", single), ("paired", paired)]);
 }
 
-fn histories(session: &Session) {
+fn single(session: &Session) {
+    histories(session, 1);
+}
+
+fn paired(session: &Session) {
+    histories(session, 2);
+}
+
+/// Runs programs by some threads of each node.
+fn histories(session: &Session, threads: usize) {
     let (node, nodes) = (session.node() as usize, session.nodes() as usize);
-    let (seed, batches) = (number(SEED, 1), number(HISTORIES, 320).div_ceil(BATCH as u64));
     let options = RegionOptions::new((BATCH * PAGES * PAGE_WORDS * 8) as u64).unwrap();
     let region = session
         .region(&options.consistency(Consistency::Release))
         .unwrap();
-    // The numbers of the locks stand behind the words.
-    let word = |instance: usize, word: usize| {
-        let page = instance * PAGES + word % PAGES;
-        region
-            .mapping()
-            .double_word((page * PAGE_WORDS + word / PAGES) * 8)
-    };
     let board = Board::open(node, nodes);
-    let result =
-        |instance: usize, node: usize, nth: usize| board.word((instance * nodes + node) * EVENTS + nth);
-    let mut thread = session.thread(0).unwrap();
-    let all = NonZeroU32::new(session.nodes()).unwrap();
-    let barrier = |thread: &mut Thread<'_>| thread.barrier(BARRIER, all).unwrap();
-    let mut dice = ChaCha8Rng::seed_from_u64(node as u64);
-    // Value of the counter, histories in which a node has read what another one has written, and races.
-    let (mut added, mut met, mut races) = (0, 0, 0);
-    for batch in 0..batches {
-        if node == 0 {
-            for instance in 0..BATCH {
-                (0..WORDS + LOCKS).for_each(|it| word(instance, it).store(0, Ordering::SeqCst));
-            }
-        }
-        barrier(&mut thread);
-        let history = |instance: usize| batch * BATCH as u64 + instance as u64;
-        for instance in 0..BATCH {
-            let programs = Author::programs(seed, history(instance), nodes);
-            for (nth, task) in programs[node].iter().enumerate() {
-                (0..dice.next_u32() % 200).for_each(|_| std::hint::spin_loop());
-                let mut call = |call: Call| thread.call(call).unwrap();
-                let value = match *task {
-                    Task::Read(at) => word(instance, at).load(Ordering::SeqCst),
-                    Task::Write(at, value) => {
-                        word(instance, at).store(value, Ordering::SeqCst);
-                        0
-                    }
-                    Task::Lock(lock, mode) => {
-                        let object = FIRST_LOCK + lock as u64;
-                        call(Call::Lock { object, mode });
-                        let number = word(instance, WORDS + lock);
-                        let before = number.load(Ordering::SeqCst);
-                        if mode == Mode::Exclusive {
-                            number.store(before + 1, Ordering::SeqCst);
-                        }
-                        before
-                    }
-                    Task::Unlock(lock, mode) => {
-                        let object = FIRST_LOCK + lock as u64;
-                        call(Call::Unlock { object, mode });
-                        0
-                    }
-                    Task::Add => thread.fetch_add(COUNTER, 1).unwrap(),
-                    Task::Barrier => {
-                        barrier(&mut thread);
-                        0
-                    }
-                    Task::Release => {
-                        thread.release().unwrap();
-                        0
-                    }
-                    Task::Acquire => {
-                        thread.acquire().unwrap();
-                        0
-                    }
-                };
-                result(instance, node, nth).store(value, Ordering::SeqCst);
-            }
-        }
-        barrier(&mut thread);
-        for instance in (0..BATCH).filter(|_| node == 0) {
-            let programs = Author::programs(seed, history(instance), nodes);
-            let events = |(node, program): (usize, &Vec<Task>)| {
-                let read = |nth: usize| result(instance, node, nth).load(Ordering::SeqCst);
-                let event = |(nth, task): (usize, &Task)| event(*task, read(nth), added);
-                program.iter().enumerate().filter_map(event).collect()
+    std::thread::scope(|scope| {
+        for number in 0..threads {
+            let own = node * threads + number;
+            let (region, board) = (&region, &board);
+            let runner = move || Runner {
+                own,
+                all: nodes * threads,
+                region,
+                board,
+                thread: session.thread(number as u16).unwrap(),
+                dice: ChaCha8Rng::seed_from_u64(own as u64),
             };
-            let mut threads: Vec<Vec<Event>> = programs.iter().enumerate().map(events).collect();
-            // Each program ends with a barrier, so node 0 reads the last writes.
-            threads[0].extend((0..WORDS).map(|place| Event::Read {
-                place,
-                value: word(instance, place).load(Ordering::SeqCst),
-            }));
-            let verdict = check(&threads);
-            let found = verdict.unwrap_or_else(|why| {
-                panic!("seed {seed}, history {}: {why}\n{threads:#?}", history(instance))
-            });
-            assert!(found == 0 || is_racy(history(instance)), "{threads:#?}");
-            races += found;
-            let adds = programs.iter().flatten().filter(|task| matches!(task, Task::Add));
-            added += adds.count() as u64;
-            met += usize::from(has_met(&threads));
+            scope.spawn(move || runner().run());
         }
-    }
-    // A node that leaves takes pages along that node 0 looks at.
-    barrier(&mut thread);
-    if node == 0 {
-        assert!(met > 0, "no node has read what another one has written");
-        assert!(races > 0, "no program has a data race");
-        let histories = batches * BATCH as u64;
-        println!("seed {seed}: {histories} histories, nodes have met in {met}, {races} data races");
+    });
+}
+
+/// A thread that runs programs.
+struct Runner<'a> {
+    own: usize,
+    /// Threads of all nodes.
+    all: usize,
+    region: &'a Region<'a>,
+    board: &'a Board,
+    thread: Thread<'a>,
+    dice: ChaCha8Rng,
+}
+
+impl Drop for Runner<'_> {
+    fn drop(&mut self) {
+        // The other threads would wait for this one.
+        if std::thread::panicking() {
+            std::process::exit(1);
+        }
     }
 }
 
-/// Returns whether a node has read what another one has written.
+impl Runner<'_> {
+    /// Returns a word of an instance. The numbers of the locks stand behind those of the programs.
+    fn word(&self, instance: usize, word: usize) -> &AtomicU64 {
+        let page = instance * PAGES + word % PAGES;
+        let word = page * PAGE_WORDS + word / PAGES;
+        self.region.mapping().double_word(word * 8)
+    }
+
+    /// Returns the place for what a task has read.
+    fn result(&self, instance: usize, thread: usize, nth: usize) -> &AtomicU64 {
+        self.board.word((instance * self.all + thread) * EVENTS + nth)
+    }
+
+    fn barrier(&mut self) {
+        let all = NonZeroU32::new(self.all as u32).unwrap();
+        self.thread.barrier(BARRIER, all).unwrap();
+    }
+
+    fn call(&mut self, call: Call) {
+        self.thread.call(call).unwrap();
+    }
+
+    fn run(mut self) {
+        let (seed, batches) = (number(SEED, 1), number(HISTORIES, 320).div_ceil(BATCH as u64));
+        // Value of the counter, histories in which a thread has read what another one has written, and races.
+        let (mut added, mut met, mut races) = (0, 0, 0);
+        for batch in 0..batches {
+            if self.own == 0 {
+                for instance in 0..BATCH {
+                    (0..WORDS + LOCKS).for_each(|it| self.word(instance, it).store(0, Ordering::SeqCst));
+                }
+            }
+            self.barrier();
+            let histories = batch * BATCH as u64..(batch + 1) * BATCH as u64;
+            for (instance, history) in histories.clone().enumerate() {
+                let programs = Author::programs(seed, history, self.all);
+                for (nth, task) in programs[self.own].iter().enumerate() {
+                    (0..self.dice.next_u32() % 200).for_each(|_| std::hint::spin_loop());
+                    let value = self.carry_out(instance, *task);
+                    self.result(instance, self.own, nth)
+                        .store(value, Ordering::SeqCst);
+                }
+            }
+            self.barrier();
+            for (instance, history) in histories.enumerate().filter(|_| self.own == 0) {
+                let programs = Author::programs(seed, history, self.all);
+                let threads = self.events(instance, &programs, added);
+                let found = check(&threads);
+                let found =
+                    found.unwrap_or_else(|why| panic!("seed {seed}, history {history}: {why}\n{threads:#?}"));
+                assert!(found == 0 || is_racy(history), "{threads:#?}");
+                races += found;
+                let adds = programs.iter().flatten().filter(|task| matches!(task, Task::Add));
+                added += adds.count() as u64;
+                met += usize::from(has_met(&threads));
+            }
+        }
+        // A node that leaves takes pages along that the first thread looks at.
+        self.barrier();
+        if self.own == 0 {
+            assert!(met > 0, "no thread has read what another one has written");
+            assert!(races > 0, "no program has a data race");
+            let histories = batches * BATCH as u64;
+            println!("seed {seed}: {histories} histories, threads have met in {met}, {races} data races");
+        }
+    }
+
+    /// Carries out a task. Returns what it has read.
+    fn carry_out(&mut self, instance: usize, task: Task) -> u64 {
+        match task {
+            Task::Read(word) => return self.word(instance, word).load(Ordering::SeqCst),
+            Task::Write(word, value) => self.word(instance, word).store(value, Ordering::SeqCst),
+            Task::Lock(lock, mode) => {
+                let object = FIRST_LOCK + lock as u64;
+                self.call(Call::Lock { object, mode });
+                let number = self.word(instance, WORDS + lock);
+                let before = number.load(Ordering::SeqCst);
+                if mode == Mode::Exclusive {
+                    number.store(before + 1, Ordering::SeqCst);
+                }
+                return before;
+            }
+            Task::Unlock(lock, mode) => {
+                let object = FIRST_LOCK + lock as u64;
+                self.call(Call::Unlock { object, mode });
+            }
+            Task::Add => return self.thread.fetch_add(COUNTER, 1).unwrap(),
+            Task::Barrier => self.barrier(),
+            Task::Release => self.thread.release().unwrap(),
+            Task::Acquire => self.thread.acquire().unwrap(),
+        }
+        0
+    }
+
+    /// Returns what has happened in an instance. The counter had `added` before.
+    fn events(&self, instance: usize, programs: &[Vec<Task>], added: u64) -> Vec<Vec<Event>> {
+        let events = |(thread, program): (usize, &Vec<Task>)| {
+            let read = |nth: usize| self.result(instance, thread, nth).load(Ordering::SeqCst);
+            let event = |(nth, task): (usize, &Task)| event(*task, read(nth), added);
+            program.iter().enumerate().filter_map(event).collect()
+        };
+        let mut threads: Vec<Vec<Event>> = programs.iter().enumerate().map(events).collect();
+        // Each program ends with a barrier, so the first thread reads the last writes.
+        threads[0].extend((0..WORDS).map(|place| Event::Read {
+            place,
+            value: self.word(instance, place).load(Ordering::SeqCst),
+        }));
+        threads
+    }
+}
+
+/// Returns whether a thread has read what another one has written.
 fn has_met(threads: &[Vec<Event>]) -> bool {
     let reads = |events: &[Event], written: u64| {
         let mut events = events.iter();
@@ -483,11 +538,18 @@ fn has_met(threads: &[Vec<Event>]) -> bool {
 }
 
 fn run_all(mode: FaultMode) {
-    for nodes in 2..=4 {
-        let printed = run_with_board("histories", nodes, mode);
+    // Threads of a node share its copies.
+    for (part, nodes) in [
+        ("single", 2),
+        ("single", 3),
+        ("single", 4),
+        ("paired", 2),
+        ("paired", 3),
+    ] {
+        let printed = run_with_board(part, nodes, mode);
         let mut lines = printed[0].lines();
         let line = lines.find(|line| line.starts_with("seed")).expect("its results");
-        println!("{mode}, {nodes} nodes, {line}");
+        println!("{mode}, {nodes} nodes, {part} threads, {line}");
     }
 }
 

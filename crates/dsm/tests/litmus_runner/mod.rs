@@ -198,20 +198,21 @@ impl Runner<'_> {
     /// Gets pages, some or all, so that instances begin with different rights.
     fn prepare(&mut self) {
         let all = 0..self.region.bytes();
-        match self.dice.next_u32() % 4 {
-            0 => {}
-            1 => self.region.acquire(all, Access::Read).unwrap(),
+        match self.dice.next_u32() % 6 {
+            0 => self.region.acquire(all, Access::Read).unwrap(),
             // Under release consistency the models know of no page that may be written at the beginning.
-            2 if self.consistency == Consistency::Sequential => {
+            1 if self.consistency == Consistency::Sequential => {
                 self.region.acquire(all, Access::Write).unwrap();
             }
-            _ => {
+            1 | 2 => {
                 for instance in 0..INSTANCES {
                     if self.dice.next_u32().is_multiple_of(2) {
                         self.load(instance, X);
                     }
                 }
             }
+            // The rights that the last round has left.
+            _ => {}
         }
     }
 
