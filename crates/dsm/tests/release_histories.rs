@@ -434,7 +434,7 @@ impl Runner<'_> {
     }
 
     fn run(mut self) {
-        let (seed, batches) = (number(SEED, 1), number(HISTORIES, 320).div_ceil(BATCH as u64));
+        let (seed, batches) = (number(SEED, 1), number(HISTORIES, 160).div_ceil(BATCH as u64));
         // Value of the counter, histories in which a thread has read what another one has written, and races.
         let (mut added, mut met, mut races) = (0, 0, 0);
         for batch in 0..batches {
