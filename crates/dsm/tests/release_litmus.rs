@@ -3,119 +3,98 @@
 //! `RDMUX_DSM_LITMUS=100000` sets the number of runs of each.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod board;
 mod common;
+mod litmus_runner;
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::num::NonZeroU32;
-use std::sync::atomic::Ordering;
+use std::collections::{BTreeSet, HashSet};
 
-use common::{MODES, run, run_as_node};
-use rand_chacha::ChaCha8Rng;
-use rand_core::{RngCore, SeedableRng};
-use rdmux_dsm::{Consistency, FaultMode, RegionOptions, Session};
+use common::{MODES, run_as_node};
+use litmus_runner::Operation::{self, Acquire, Read, Release, Write};
+use litmus_runner::{Place, Program, VARIABLES, X, Y};
+use rdmux_dsm::{Consistency, Session};
 
-const RUNS: &str = "RDMUX_DSM_LITMUS";
-/// Runs between two barriers, each on pages of its own.
-const BATCH: usize = 32;
-const PAGE_WORDS: usize = 512;
-const X: usize = 0;
-const Y: usize = 1;
-const VARIABLES: usize = 2;
+/// Runs of each program.
+const RUNS: usize = 320;
 /// Reads of a thread at most.
 const READS: usize = 2;
+/// Nodes of a program at most.
+const NODES: usize = 4;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Operation {
-    Write(usize, u64),
-    Read(usize),
-    Release,
-    Acquire,
-}
-use Operation::{Acquire, Read, Release, Write};
-
-/// A program: its threads, one a node, and an outcome: the values read by each thread in turn. The programs have an order if the outcome is
-/// impossible whatever nodes are the homes of the variables.
-struct Litmus {
-    name: &'static str,
-    threads: &'static [&'static [Operation]],
-    outcome: &'static [u64],
-    is_forbidden: bool,
-}
-
-const TESTS: [Litmus; 11] = [
-    Litmus {
+const TESTS: [Program; 12] = [
+    Program {
         name: "MP, release, acquire",
         threads: &[
             &[Write(X, 1), Release, Write(Y, 1), Release],
             &[Acquire, Read(Y), Acquire, Read(X)],
         ],
         outcome: &[1, 0],
-        is_forbidden: true,
+        is_possible: false,
     },
-    Litmus {
+    Program {
         name: "MP, release",
         threads: &[
             &[Write(X, 1), Release, Write(Y, 1), Release],
             &[Acquire, Read(Y), Read(X)],
         ],
         outcome: &[1, 0],
-        is_forbidden: false,
+        is_possible: true,
     },
-    Litmus {
+    Program {
         name: "MP, acquire",
         threads: &[
             &[Write(X, 1), Write(Y, 1), Release],
             &[Acquire, Read(Y), Acquire, Read(X)],
         ],
         outcome: &[1, 0],
-        is_forbidden: false,
+        is_possible: true,
     },
-    Litmus {
+    Program {
         name: "SB, release, acquire",
         threads: &[
             &[Write(X, 1), Release, Acquire, Read(Y)],
             &[Write(Y, 1), Release, Acquire, Read(X)],
         ],
         outcome: &[0, 0],
-        is_forbidden: true,
+        is_possible: false,
     },
-    Litmus {
+    Program {
         name: "SB",
         threads: &[&[Write(X, 1), Release, Read(Y)], &[Write(Y, 1), Release, Read(X)]],
         outcome: &[0, 0],
-        is_forbidden: false,
+        is_possible: true,
     },
-    Litmus {
+    Program {
         name: "LB",
         threads: &[
             &[Acquire, Read(X), Write(Y, 1), Release],
             &[Acquire, Read(Y), Write(X, 1), Release],
         ],
         outcome: &[1, 1],
-        is_forbidden: true,
+        is_possible: false,
     },
-    Litmus {
+    Program {
         name: "CoRR",
         threads: &[&[Write(X, 1), Release], &[Acquire, Read(X), Acquire, Read(X)]],
         outcome: &[1, 0],
-        is_forbidden: true,
+        is_possible: false,
     },
-    Litmus {
+    Program {
         name: "CoWR",
         threads: &[&[Write(X, 1), Acquire, Read(X)], &[Read(X), Release]],
         outcome: &[0, 0],
-        is_forbidden: true,
+        is_possible: false,
     },
-    Litmus {
+    Program {
         name: "2+2W",
         threads: &[
             &[Write(X, 1), Write(Y, 2), Release, Acquire, Read(X), Read(Y)],
             &[Write(Y, 1), Write(X, 2), Release],
         ],
         outcome: &[1, 1],
-        is_forbidden: false,
+        is_possible: true,
     },
-    Litmus {
+    Program {
         name: "WRC, release, acquire",
         threads: &[
             &[Write(X, 1), Release],
@@ -123,9 +102,9 @@ const TESTS: [Litmus; 11] = [
             &[Acquire, Read(Y), Acquire, Read(X)],
         ],
         outcome: &[1, 1, 0],
-        is_forbidden: false,
+        is_possible: true,
     },
-    Litmus {
+    Program {
         name: "ISA2, release, acquire",
         threads: &[
             &[Write(X, 1), Release, Write(Y, 1), Release],
@@ -133,339 +112,401 @@ const TESTS: [Litmus; 11] = [
             &[Acquire, Read(Y), Acquire, Read(X)],
         ],
         outcome: &[1, 0, 1, 0],
-        is_forbidden: true,
+        is_possible: false,
+    },
+    Program {
+        name: "IRIW, release, acquire",
+        threads: &[
+            &[Write(X, 1), Release],
+            &[Write(Y, 1), Release],
+            &[Acquire, Read(X), Acquire, Read(Y)],
+            &[Acquire, Read(Y), Acquire, Read(X)],
+        ],
+        outcome: &[1, 0, 1, 0],
+        is_possible: true,
     },
 ];
 
+/// Some of the nodes, the pages or the variables: a bit for each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+struct Set(u8);
+
+impl Set {
+    fn of(members: impl IntoIterator<Item = usize>) -> Set {
+        Set(members.into_iter().fold(0, |set, member| set | 1 << member))
+    }
+
+    fn has(self, member: usize) -> bool {
+        self.0 & 1 << member != 0
+    }
+
+    fn members(self) -> impl Iterator<Item = usize> {
+        (0..8).filter(move |member| self.has(*member))
+    }
+
+    fn without(self, member: usize) -> Set {
+        Set(self.0 & !(1 << member))
+    }
+
+    fn and(self, other: Set) -> Set {
+        Set(self.0 & other.0)
+    }
+
+    fn or(self, other: Set) -> Set {
+        Set(self.0 | other.0)
+    }
+
+    fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+}
+
+/// Values of the variables on a page. Those on another page are 0.
+type Contents = [u8; VARIABLES];
+
 /// Task of a node beside its program.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 enum Doing {
     #[default]
     Nothing,
-    /// Variables whose writes are on their way home, and those of the release; then an acquire goes on if it has begun that.
-    Releasing(BTreeSet<usize>, BTreeSet<usize>, Option<BTreeSet<usize>>),
-    /// Nodes whose logs are not read, and variables that were noticed.
-    Acquiring(BTreeSet<usize>, BTreeSet<usize>),
+    /// A page, its variables that are not read yet, and the values of those that are.
+    Pulling(Set, Set, Contents),
+    /// Variables that the home has not compared with their twins, and pages of the release. Then an acquire goes on that noticed some pages, if it has
+    /// begun the release.
+    Releasing(Set, Set, Option<Set>),
+    /// Nodes whose logs are not read, and pages that were noticed.
+    Acquiring(Set, Set),
 }
 
-/// A node of the model: a thread, and copies of the variables whose home is another node.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+/// A node of the model: a thread, and copies of the pages whose home is another node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 struct Node {
-    at: usize,
+    at: u8,
     /// The program's own operation is in progress.
     is_own: bool,
     doing: Doing,
-    /// Contents and twin.
-    copies: [Option<(u64, u64)>; VARIABLES],
-    dirty: BTreeSet<usize>,
-    /// Variables that were written, by number of the notice, and how many of each node's notices were read.
-    log: Vec<usize>,
-    seen: Vec<usize>,
-    reads: Vec<u64>,
+    /// Contents and twin of each page.
+    copies: [Option<(Contents, Contents)>; VARIABLES],
+    dirty: Set,
+    /// Pages in the log of each other node since the last look.
+    news: [Set; NODES],
+    reads: [u8; READS],
+    read: u8,
 }
 
 /// State of the model.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 struct State {
-    homes: [usize; VARIABLES],
-    memory: [u64; VARIABLES],
-    nodes: Vec<Node>,
+    memory: Contents,
+    nodes: [Node; NODES],
 }
 
-/// Returns the reads of all outcomes of a program whose variables have some homes. Other programs that the nodes run at the same time may have them
-/// acquire before this one, and release after it.
-fn outcomes(threads: &[&[Operation]], homes: [usize; VARIABLES]) -> BTreeSet<Vec<u64>> {
-    let node = |number: usize| Node {
-        copies: homes.map(|home| (home != number).then_some((0, 0))),
-        seen: vec![0; threads.len()],
-        ..Node::default()
-    };
-    let first = State {
-        homes,
-        memory: [0; VARIABLES],
-        nodes: (0..threads.len()).map(node).collect(),
-    };
-    let mut seen = HashSet::from([first.clone()]);
-    let mut found = BTreeSet::new();
-    let mut states = vec![first];
-    while let Some(state) = states.pop() {
-        let is_over = |(node, operations): (&Node, &&[Operation])| node.at == operations.len();
-        if state.nodes.iter().zip(threads).all(is_over) {
-            found.insert(state.nodes.iter().flat_map(|node| node.reads.clone()).collect());
-        }
-        for (number, operations) in threads.iter().enumerate() {
-            for next in state.steps(number, operations) {
-                if seen.insert(next.clone()) {
-                    states.push(next);
-                }
-            }
+/// A program at its place.
+struct World<'a> {
+    threads: &'a [&'a [Operation]],
+    place: &'a Place,
+    /// Pages that each thread uses from each operation on.
+    used: Vec<Vec<Set>>,
+    /// Nodes that write. Others have no notices.
+    writers: Set,
+}
+
+/// Returns all outcomes of a program. Other programs that the nodes run at the same time may have them acquire before this one, and release after it.
+fn model(program: &Program, place: &Place) -> BTreeSet<Vec<u8>> {
+    World::new(program.threads, place).outcomes()
+}
+
+impl<'a> World<'a> {
+    fn new(threads: &'a [&'a [Operation]], place: &'a Place) -> World<'a> {
+        let page = |operation: &Operation| match operation {
+            Read(variable) | Write(variable, _) => Some(place.pages[*variable]),
+            Release | Acquire => None,
+        };
+        let used = |operations: &&[Operation]| {
+            let from = |at: usize| Set::of(operations[at..].iter().filter_map(page));
+            (0..=operations.len()).map(from).collect()
+        };
+        let writes = |number: &usize| threads[*number].iter().any(|it| matches!(it, Write(..)));
+        World {
+            threads,
+            place,
+            used: threads.iter().map(used).collect(),
+            writers: Set::of((0..threads.len()).filter(writes)),
         }
     }
-    found
-}
 
-impl State {
+    fn outcomes(&self) -> BTreeSet<Vec<u8>> {
+        let mut first = State::default();
+        for number in 0..self.threads.len() {
+            let pages = self.used[number][0].members();
+            pages.for_each(|page| first.nodes[number].copies[page] = Some(Default::default()));
+            self.forget(&mut first, number);
+        }
+        let mut seen = HashSet::from([first]);
+        let mut found = BTreeSet::new();
+        let mut states = vec![first];
+        while let Some(state) = states.pop() {
+            let next = self.next(&state);
+            if next.is_empty() {
+                let reads = state
+                    .nodes
+                    .iter()
+                    .flat_map(|node| &node.reads[..node.read.into()]);
+                found.insert(reads.chain(&state.memory).copied().collect());
+            }
+            states.extend(next.into_iter().filter(|next| seen.insert(*next)));
+        }
+        found
+    }
+
+    /// Returns the states that follow. The step of a node that neither needs nor changes what others can see comes before the steps of others: their
+    /// order makes no difference.
+    fn next(&self, state: &State) -> Vec<State> {
+        let mut all = Vec::new();
+        for number in 0..self.threads.len() {
+            let mut next = self.steps(state, number);
+            next.iter_mut().for_each(|next| self.forget(next, number));
+            if next.len() == 1 && self.is_local(&state.nodes[number], number) {
+                return next;
+            }
+            all.append(&mut next);
+        }
+        all
+    }
+
+    /// Returns whether a node takes a step of its own next, if there is one alone.
+    fn is_local(&self, node: &Node, number: usize) -> bool {
+        match node.doing {
+            // At the beginning there may be others to come.
+            Doing::Nothing if node.at == 0 => false,
+            Doing::Nothing => match self.threads[number].get(usize::from(node.at)) {
+                Some(Read(variable) | Write(variable, _)) => {
+                    let page = self.place.pages[*variable];
+                    self.place.homes[page] != number && node.copies[page].is_some()
+                }
+                Some(Release | Acquire) | None => true,
+            },
+            Doing::Acquiring(left, _) => left.is_empty(),
+            Doing::Releasing(left, pages, _) => left.is_empty() && pages.is_empty(),
+            Doing::Pulling(..) => false,
+        }
+    }
+
+    /// Drops what makes no difference any more, so that there are fewer states.
+    fn forget(&self, state: &mut State, number: usize) {
+        let node = &mut state.nodes[number];
+        let used = self.used[number][usize::from(node.at)];
+        let mut kept = used.or(node.dirty);
+        if let Doing::Releasing(_, pages, _) = node.doing {
+            kept = kept.or(pages);
+        }
+        // A home has no copy, and notices mean nothing to it.
+        let away = Set::of((0..VARIABLES).filter(|page| self.place.homes[*page] != number));
+        let kept = kept.and(away);
+        for page in (0..VARIABLES).filter(|page| !kept.has(*page)) {
+            node.copies[page] = None;
+        }
+        let has_acquire = self.threads[number][node.at.into()..].contains(&Acquire) || node.at == 0;
+        for news in &mut node.news {
+            *news = match has_acquire {
+                true => news.and(kept),
+                false => Set::default(),
+            };
+        }
+        if let Doing::Acquiring(_, noticed) = &mut node.doing {
+            *noticed = noticed.and(kept);
+        }
+    }
+
     /// Returns the states that follow by a step of a node.
-    fn steps(&self, number: usize, operations: &[Operation]) -> Vec<State> {
-        let node = &self.nodes[number];
-        match &node.doing {
+    fn steps(&self, state: &State, number: usize) -> Vec<State> {
+        let node = &state.nodes[number];
+        let with = |doing: Doing| {
+            let mut next = *state;
+            next.nodes[number].doing = doing;
+            next
+        };
+        match node.doing {
             Doing::Nothing => {
                 let mut next = Vec::new();
-                if let Some(operation) = operations.get(node.at) {
-                    next.extend(self.begin(number, *operation, true));
+                match self.threads[number].get(usize::from(node.at)) {
+                    // A node may have no copy of some pages when it begins.
+                    Some(operation) if node.at == 0 => {
+                        let present = (0..VARIABLES).filter(|page| node.copies[*page].is_some());
+                        let present = Set::of(present);
+                        let missing = (0..1 << VARIABLES).map(Set);
+                        for missing in missing.filter(|it| it.and(present) == *it) {
+                            let mut without = *state;
+                            let copies = &mut without.nodes[number].copies;
+                            missing.members().for_each(|page| copies[page] = None);
+                            next.push(self.begin(&without, number, *operation, true));
+                        }
+                    }
+                    Some(operation) => next.push(self.begin(state, number, *operation, true)),
+                    None if node.dirty.is_empty() => {}
+                    None => next.push(self.begin(state, number, Release, false)),
                 }
                 // One that finds nothing changes nothing.
-                let news = |(other, seen): (&Node, &usize)| other.log.len() > *seen;
-                if node.at == 0 && self.nodes.iter().zip(&node.seen).any(news) {
-                    next.extend(self.begin(number, Acquire, false));
-                }
-                if node.at == operations.len() && !node.dirty.is_empty() {
-                    next.extend(self.begin(number, Release, false));
+                if node.at == 0 && node.news.iter().any(|news| !news.is_empty()) {
+                    next.push(self.begin(state, number, Acquire, false));
                 }
                 next
             }
-            Doing::Releasing(left, all, acquiring) if left.is_empty() => {
-                let mut next = self.clone();
-                let node = &mut next.nodes[number];
-                node.log.extend(all);
-                match acquiring {
-                    Some(noticed) => {
-                        noticed.iter().for_each(|it| node.copies[*it] = None);
-                        node.end();
+            Doing::Pulling(page, left, contents) => {
+                let read = |variable: usize| {
+                    let mut contents = contents;
+                    contents[variable] = state.memory[variable];
+                    let left = left.without(variable);
+                    let mut next = with(Doing::Pulling(page, left, contents));
+                    if left.is_empty() {
+                        next.nodes[number].doing = Doing::Nothing;
+                        let pages = page.members();
+                        pages.for_each(|it| next.nodes[number].copies[it] = Some((contents, contents)));
                     }
-                    None => node.end(),
-                }
-                vec![next]
-            }
-            Doing::Releasing(left, all, acquiring) => {
-                let flush = |variable: &usize| {
-                    let mut next = self.clone();
-                    let mut left = left.clone();
-                    left.remove(variable);
-                    if let Some((value, twin)) = node.copies[*variable]
-                        && value != twin
-                    {
-                        next.memory[*variable] = value;
-                    }
-                    next.nodes[number].doing = Doing::Releasing(left, all.clone(), acquiring.clone());
                     next
                 };
-                left.iter().map(flush).collect()
+                left.members().map(read).collect()
+            }
+            Doing::Releasing(left, pages, noticed) if left.is_empty() => {
+                let mut next = *state;
+                for (other, node) in next.nodes.iter_mut().enumerate() {
+                    if other != number {
+                        node.news[number] = node.news[number].or(pages);
+                    }
+                }
+                next.nodes[number].end(noticed.unwrap_or_default());
+                (0..self.threads.len()).for_each(|other| self.forget(&mut next, other));
+                vec![next]
+            }
+            Doing::Releasing(left, pages, noticed) => {
+                let store = |variable: usize| {
+                    let mut next = with(Doing::Releasing(left.without(variable), pages, noticed));
+                    if let Some((contents, twin)) = node.copies[self.place.pages[variable]]
+                        && contents[variable] != twin[variable]
+                    {
+                        next.memory[variable] = contents[variable];
+                    }
+                    next
+                };
+                left.members().map(store).collect()
             }
             Doing::Acquiring(left, noticed) if left.is_empty() => {
-                let mut next = self.clone();
-                let node = &mut next.nodes[number];
-                let noticed: BTreeSet<usize> = noticed
-                    .iter()
-                    .copied()
-                    .filter(|it| self.homes[*it] != number)
-                    .collect();
-                if noticed.is_disjoint(&node.dirty) {
-                    noticed.iter().for_each(|it| node.copies[*it] = None);
-                    node.end();
-                } else {
-                    let all = std::mem::take(&mut node.dirty);
-                    node.doing = Doing::Releasing(all.clone(), all, Some(noticed));
+                if noticed.and(node.dirty).is_empty() {
+                    let mut next = *state;
+                    next.nodes[number].end(noticed);
+                    return vec![next];
                 }
-                vec![next]
+                vec![self.release(state, number, Some(noticed))]
             }
             Doing::Acquiring(left, noticed) => {
-                let look = |other: &usize| {
-                    let mut next = self.clone();
-                    let (mut left, mut noticed) = (left.clone(), noticed.clone());
-                    left.remove(other);
-                    let log = &self.nodes[*other].log;
-                    noticed.extend(&log[node.seen[*other]..]);
-                    next.nodes[number].seen[*other] = log.len();
-                    next.nodes[number].doing = Doing::Acquiring(left, noticed);
+                let look = |other: usize| {
+                    let noticed = noticed.or(node.news[other]);
+                    let mut next = with(Doing::Acquiring(left.without(other), noticed));
+                    next.nodes[number].news[other] = Set::default();
                     next
                 };
-                left.iter().map(look).collect()
+                left.members().map(look).collect()
             }
         }
     }
 
     /// Begins an operation, or carries it out if it takes one step.
-    fn begin(&self, number: usize, operation: Operation, is_own: bool) -> Option<State> {
-        let mut next = self.clone();
-        let all = 0..self.nodes.len();
+    fn begin(&self, state: &State, number: usize, operation: Operation, is_own: bool) -> State {
+        let mut next = *state;
         let node = &mut next.nodes[number];
-        node.is_own = is_own;
         match operation {
-            Read(variable) | Write(variable, _)
-                if self.homes[variable] != number && node.copies[variable].is_none() =>
-            {
-                // The copy comes in a step of its own.
-                let value = self.memory[variable];
-                node.copies[variable] = Some((value, value));
-            }
-            Read(variable) => {
-                let value = node.copies[variable].map_or(self.memory[variable], |it| it.0);
-                node.reads.push(value);
+            Read(variable) | Write(variable, _) => {
+                let page = self.place.pages[variable];
+                let is_home = self.place.homes[page] == number;
+                if !is_home && node.copies[page].is_none() {
+                    // The copy comes in steps of its own.
+                    let variables = (0..VARIABLES).filter(|it| self.place.pages[*it] == page);
+                    node.doing = Doing::Pulling(Set::of([page]), Set::of(variables), Contents::default());
+                    return next;
+                }
                 node.at += 1;
-            }
-            Write(variable, value) => {
-                if self.homes[variable] == number {
-                    next.memory[variable] = value;
-                } else if let Some((contents, twin)) = &mut node.copies[variable] {
-                    if !node.dirty.contains(&variable) {
-                        *twin = *contents;
+                match (operation, &mut node.copies[page]) {
+                    (Write(_, value), Some((contents, twin))) => {
+                        if !node.dirty.has(page) {
+                            *twin = *contents;
+                        }
+                        contents[variable] = value;
                     }
-                    *contents = value;
+                    (Write(_, value), None) => next.memory[variable] = value,
+                    (_, copy) => {
+                        let value = copy.map_or(state.memory[variable], |(contents, _)| contents[variable]);
+                        node.reads[usize::from(node.read)] = value;
+                        node.read += 1;
+                        return next;
+                    }
                 }
                 let node = &mut next.nodes[number];
-                node.dirty.insert(variable);
-                node.at += 1;
+                node.dirty = node.dirty.or(Set::of([page]));
+                next
             }
             Release => {
-                let dirty = std::mem::take(&mut node.dirty);
-                node.doing = Doing::Releasing(dirty.clone(), dirty, None);
+                let mut next = self.release(state, number, None);
+                next.nodes[number].is_own = is_own;
+                next
             }
             Acquire => {
-                let others = all.filter(|it| *it != number).collect();
-                node.doing = Doing::Acquiring(others, BTreeSet::new());
+                node.is_own = is_own;
+                let others = self.writers.without(number);
+                node.doing = Doing::Acquiring(others, Set::default());
+                next
             }
         }
-        Some(next)
+    }
+
+    /// Begins a release. A home has its own writes already.
+    fn release(&self, state: &State, number: usize, noticed: Option<Set>) -> State {
+        let mut next = *state;
+        let node = &mut next.nodes[number];
+        let pages = std::mem::take(&mut node.dirty);
+        let is_away = |variable: &usize| {
+            let page = self.place.pages[*variable];
+            pages.has(page) && self.place.homes[page] != number
+        };
+        let variables = Set::of((0..VARIABLES).filter(is_away));
+        node.doing = Doing::Releasing(variables, pages, noticed);
+        next
     }
 }
 
 impl Node {
-    /// Ends a release or an acquire.
-    fn end(&mut self) {
+    /// Ends a release or an acquire, which takes pages away.
+    fn end(&mut self, noticed: Set) {
+        noticed.members().for_each(|page| self.copies[page] = None);
         self.doing = Doing::Nothing;
-        self.at += usize::from(std::mem::take(&mut self.is_own));
+        self.at += u8::from(std::mem::take(&mut self.is_own));
     }
-}
-
-/// Returns the homes that two pages in a row can have.
-fn all_homes(nodes: usize) -> impl Iterator<Item = [usize; VARIABLES]> {
-    (0..nodes).map(move |home| [home, (home + 1) % nodes])
 }
 
 #[test]
-fn outcomes__exclude_what_release_and_acquire_forbid_and_nothing_else() {
-    for test in &TESTS {
-        let nodes = test.threads.len();
-        let is_possible = all_homes(nodes).any(|homes| outcomes(test.threads, homes).contains(test.outcome));
-        assert_eq!(is_possible, !test.is_forbidden, "{}", test.name);
-    }
-}
-
-fn runs() -> usize {
-    let runs = std::env::var(RUNS).ok();
-    runs.map_or(320, |runs| runs.parse().expect("a number"))
+fn model__excludes_what_release_and_acquire_forbid_and_nothing_else() {
+    litmus_runner::check_model(&TESTS, model);
 }
 
 #[test]
 fn node() {
-    run_as_node(&[("litmus", litmus)]);
+    run_as_node(&[("litmus", run)]);
 }
 
-/// Runs all programs that have as many threads as there are nodes.
-fn litmus(session: &Session) {
-    let (node, nodes) = (session.node() as usize, session.nodes() as usize);
-    let results = BATCH * nodes * READS;
-    let pages = BATCH * VARIABLES + results.div_ceil(PAGE_WORDS);
-    let options = RegionOptions::new((pages * PAGE_WORDS * 8) as u64).unwrap();
-    let region = session
-        .region(&options.consistency(Consistency::Release))
-        .unwrap();
-    let words = region.array::<u64>(0, pages * PAGE_WORDS);
-    let page = |instance: usize, variable: usize| instance * VARIABLES + variable;
-    let variable = |instance, variable| {
-        region
-            .mapping()
-            .double_word(page(instance, variable) * PAGE_WORDS * 8)
-    };
-    let result = |instance: usize, thread: usize, read: usize| {
-        BATCH * VARIABLES * PAGE_WORDS + (instance * nodes + thread) * READS + read
-    };
-    let mut thread = session.thread(0).unwrap();
-    let all = NonZeroU32::new(session.nodes()).unwrap();
-    let mut dice = ChaCha8Rng::seed_from_u64(node as u64);
-    for test in TESTS.iter().filter(|test| test.threads.len() == nodes) {
-        let mut allowed: BTreeMap<[usize; VARIABLES], BTreeSet<Vec<u64>>> = BTreeMap::new();
-        let mut seen: BTreeMap<Vec<u64>, usize> = BTreeMap::new();
-        for _ in 0..runs().div_ceil(BATCH) {
-            if node == 0 {
-                for instance in 0..BATCH {
-                    (0..VARIABLES).for_each(|it| variable(instance, it).store(0, Ordering::SeqCst));
-                }
-            }
-            thread.barrier(0, all).unwrap();
-            for instance in 0..BATCH {
-                (0..VARIABLES).for_each(|it| assert_eq!(variable(instance, it).load(Ordering::SeqCst), 0));
-            }
-            thread.barrier(0, all).unwrap();
-            // Nodes meet in few instances if all take them in one order: each has an order of its own.
-            let (first, step) = (dice.next_u32() as usize, dice.next_u32() as usize | 1);
-            for turn in 0..BATCH {
-                let instance = (first.wrapping_add(turn.wrapping_mul(step))) % BATCH;
-                let mut read = 0;
-                let mut values = [0; READS];
-                for operation in test.threads[node] {
-                    (0..dice.next_u32() % 200).for_each(|_| std::hint::spin_loop());
-                    match *operation {
-                        // The processor keeps the order of SeqCst: the outcome is that of the pages.
-                        Write(at, value) => variable(instance, at).store(value, Ordering::SeqCst),
-                        Read(at) => {
-                            values[read] = variable(instance, at).load(Ordering::SeqCst);
-                            read += 1;
-                        }
-                        Release => thread.release().unwrap(),
-                        Acquire => thread.acquire().unwrap(),
-                    }
-                }
-                (0..read).for_each(|it| words.set(result(instance, node, it), values[it]));
-            }
-            thread.barrier(0, all).unwrap();
-            if node == 0 {
-                for instance in 0..BATCH {
-                    let reads = test.threads.iter().enumerate().flat_map(|(thread, operations)| {
-                        let reads = operations.iter().filter(|it| matches!(it, Read(_))).count();
-                        (0..reads).map(move |read| (thread, read))
-                    });
-                    let outcome: Vec<u64> = reads
-                        .map(|(thread, read)| words.get(result(instance, thread, read)))
-                        .collect();
-                    let homes = [X, Y].map(|it| page(instance, it) % nodes);
-                    let allowed = allowed
-                        .entry(homes)
-                        .or_insert_with(|| outcomes(test.threads, homes));
-                    assert!(
-                        allowed.contains(&outcome),
-                        "{}: {outcome:?}, homes {homes:?}",
-                        test.name
-                    );
-                    *seen.entry(outcome).or_default() += 1;
-                }
-            }
-            thread.barrier(0, all).unwrap();
-        }
-        if node == 0 {
-            println!("{}: {seen:?}", test.name);
-        }
-    }
-}
-
-fn run_all(mode: FaultMode) {
-    for nodes in 2..=3 {
-        println!("{mode}, {nodes} nodes:\n{}", run("litmus", nodes, mode)[0]);
-    }
+fn run(session: &Session) {
+    litmus_runner::run(session, Consistency::Release, &TESTS, model, RUNS);
 }
 
 #[test]
 fn pages__answered_by_the_service_thread_are_release_consistent() {
-    run_all(MODES[0]);
+    litmus_runner::run_all(&TESTS, MODES[0]);
 }
 
 #[test]
 fn pages__answered_by_the_faulting_thread_are_release_consistent() {
-    run_all(MODES[1]);
+    litmus_runner::run_all(&TESTS, MODES[1]);
 }
 
 #[test]
 fn pages__of_mprotect_are_release_consistent() {
-    run_all(MODES[2]);
+    litmus_runner::run_all(&TESTS, MODES[2]);
 }
