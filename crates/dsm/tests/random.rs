@@ -21,7 +21,7 @@ const ACCESSES: usize = 1000;
 
 /// Set to the number of runs.
 const RUNS: &str = "RDMUX_DSM_RUNS";
-/// Without optimisation a run takes ten times as long.
+/// `./test sim` makes more, in release.
 const DEFAULT_RUNS: u64 = if cfg!(debug_assertions) { 100 } else { 1000 };
 /// Set to the seed of the only run.
 const SEED: &str = "RDMUX_DSM_SEED";

@@ -7,7 +7,7 @@ use rdmux_verbs::Arm;
 use super::Driver;
 use crate::link::Link;
 
-/// What a node does and looks at before it rests. Tests implement it with other links and queues.
+/// The acts and looks of a node before it rests. Tests implement it with other links and queues.
 pub(crate) trait Looks {
     /// Tells the nodes that count on this one's polling that it will sleep.
     fn tell_sleep(&mut self);

@@ -1,6 +1,6 @@
 //! One end of a link, without I/O: the frames of both rings, and who wakes whom.
 //!
-//! Who has written a frame directly looks at the word of the reader; a reader that is about to sleep writes its word, and then looks at its ring
+//! A node that has written a frame directly looks at the word of the reader; a reader that is about to sleep writes its word, and then looks at its ring
 //! once more. A `SeqCst` fence stands between the two steps on both sides, so at least one of them sees the other: either the bell rings, or the
 //! reader finds the frame.
 

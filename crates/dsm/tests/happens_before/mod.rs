@@ -51,7 +51,7 @@ struct LockState {
     is_held: bool,
     /// Threads that have yet to give it back, by the number before theirs.
     sharing: BTreeMap<u64, usize>,
-    /// What was before those gave it back that have had it for themselves, and all.
+    /// The accesses before the releases of those that had it alone, and before those of all.
     exclusive: Clock,
     all: Clock,
 }

@@ -263,7 +263,7 @@ fn first_digit(round: usize) -> u8 {
     (round % 60 * 4) as u8
 }
 
-/// What node 0 knows of a program.
+/// Results of a program at node 0.
 struct Judge<'a> {
     program: &'a Program,
     model: Model,

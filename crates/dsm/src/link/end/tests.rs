@@ -51,7 +51,7 @@ struct SlotMemory {
     bytes: Cell<[u8; FRAME_LEN]>,
 }
 
-/// What a node has for its peer: a ring, the peer's word, and the queue of bells.
+/// The memory of a node that its peer writes: a ring, the peer's word, and the queue of bells.
 #[derive(Debug)]
 struct Place {
     slots: Vec<SlotMemory>,

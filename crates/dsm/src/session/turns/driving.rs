@@ -7,7 +7,7 @@ use super::sync::{
     AtomicBool, AtomicU32, Condvar, Mutex, MutexGuard, Ordering, RESTS, TURNS, Waker, spin_loop, wait_while,
 };
 
-/// What turns are taken at. Tests implement it with another device.
+/// A driver, at which threads take turns. Tests implement it with another device.
 pub(crate) trait Drive {
     /// The part that the events of a thread are counted in.
     type Stage: Copy;
@@ -26,7 +26,7 @@ pub(crate) trait Drive {
     fn changes(&self) -> u64;
 }
 
-/// When a thread that waits stops polling.
+/// Moment at which a thread that waits stops polling.
 pub(crate) trait Pause {
     /// Notes what a look has found.
     fn saw(&mut self, has_come: bool);

@@ -113,7 +113,7 @@ enum Without {
     Arm,
     /// A node rests without a last look.
     Look,
-    /// What a last look has found, or the end of a call, counts as no change.
+    /// The finds of a last look, and the ends of calls, count as no change.
     Change,
     /// Threads that sleep are not told of changes.
     Notice,
@@ -178,7 +178,7 @@ impl Device {
     }
 }
 
-/// What turns are taken at: messages, for which threads wait.
+/// The driver of the models: messages, for which threads wait.
 #[derive(Debug)]
 struct Messages {
     device: Rc<Device>,
