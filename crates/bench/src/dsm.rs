@@ -23,7 +23,7 @@ const FAULTS: [Column; 3] = [(0, "read"), (1, "upgrade"), (2, "cold write")];
 const FAULT_NAMES: [&str; 3] = ["read", "upgrade", "write"];
 const READ: usize = 0;
 /// Pages of a release.
-const RELEASE: usize = 1024;
+const RELEASE_PAGES: usize = 1024;
 
 /// Quantities of [`faults`], each a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,8 +66,8 @@ impl Part {
             Part::Release => vec![
                 copy("the home copies", "pull"),
                 copy("the writer copies", "push"),
-                Line::new("rdmux, release consistency", &[RELEASE], |_| {
-                    node::release(FaultMode::Inline)
+                Line::new("rdmux, release consistency", &[RELEASE_PAGES], |_| {
+                    node::release()
                 }),
             ],
         }
@@ -83,7 +83,7 @@ impl Part {
             Part::Release => ("release_us", "Release, p50, us"),
         };
         let columns = match self {
-            Part::Release => vec![(RELEASE, "1,024 pages")],
+            Part::Release => vec![(RELEASE_PAGES, "1,024 pages")],
             _ => FAULTS.to_vec(),
         };
         Table {
@@ -153,7 +153,7 @@ fn ours(name: &'static str, fault: &'static Fault) -> Line {
 }
 
 fn copy(name: &'static str, by: &'static str) -> Line {
-    Line::new(name, &[RELEASE], move |_| {
+    Line::new(name, &[RELEASE_PAGES], move |_| {
         bare("rdmux-dsm-floor", &[by, "polling"])
     })
 }

@@ -302,12 +302,6 @@ impl Driver {
         }
     }
 
-    /// Prepares for a time in which nobody takes turns, but all that comes makes the descriptor of a queue readable. Returns false if that is not so
-    /// yet: try again.
-    pub(crate) fn rest(&mut self) -> bool {
-        rest::rest(self)
-    }
-
     /// Returns whether packets carry frames, which turns take only if they drive the device.
     pub(crate) fn uses_packets(&self) -> bool {
         self.links().any(Link::uses_packets)

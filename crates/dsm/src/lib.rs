@@ -22,6 +22,8 @@ mod heap;
 mod link;
 mod membership;
 pub mod memory;
+#[cfg(test)]
+mod model;
 mod peers;
 mod placement;
 pub mod protocol;

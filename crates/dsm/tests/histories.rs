@@ -9,7 +9,7 @@ mod history;
 use std::num::NonZeroU32;
 use std::sync::atomic::Ordering;
 
-use common::{MODES, run, run_as_node};
+use common::{MODES, number, run, run_as_node};
 use history::{Event, has_order};
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
@@ -34,12 +34,6 @@ enum Access {
     Write(u64),
     /// Does so, and reads the value before, at once.
     Swap(u64),
-}
-
-/// Returns the number of an environment variable, or a default.
-fn number(variable: &str, otherwise: u64) -> u64 {
-    let value = std::env::var(variable).ok();
-    value.map_or(otherwise, |value| value.parse().expect("a number"))
 }
 
 /// Returns the program of a node in a history: words, and what it does with them.

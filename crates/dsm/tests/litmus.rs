@@ -15,12 +15,19 @@ use litmus_runner::{Place, Program, VARIABLES, X, Y};
 use rdmux_dsm::{Consistency, Session};
 
 /// Runs of each program.
-const RUNS: usize = 640;
+const RUNS: usize = 768;
 
-const TESTS: [Program; 12] = [
+const TESTS: [Program; 13] = [
     Program {
         name: "MP",
         threads: &[&[Write(X, 1), Write(Y, 1)], &[Read(Y), Read(X)]],
+        outcome: &[1, 0, 1, 1],
+        is_possible: false,
+    },
+    // A release and an acquire change nothing where all accesses have one order.
+    Program {
+        name: "MP, release and acquire",
+        threads: &[&[Write(X, 1), Release, Write(Y, 1)], &[Read(Y), Acquire, Read(X)]],
         outcome: &[1, 0, 1, 1],
         is_possible: false,
     },

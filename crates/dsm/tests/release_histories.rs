@@ -12,7 +12,7 @@ use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use board::{Board, run_with_board};
-use common::{MODES, run_as_node};
+use common::{MODES, number, run_as_node};
 use happens_before::{Event, check};
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
@@ -54,12 +54,6 @@ enum Task {
     /// These two order nothing that the program knows.
     Release,
     Acquire,
-}
-
-/// Returns the number of an environment variable, or a default.
-fn number(variable: &str, otherwise: u64) -> u64 {
-    let value = std::env::var(variable).ok();
-    value.map_or(otherwise, |value| value.parse().expect("a number"))
 }
 
 /// Returns whether the threads access words without an order in a history.
@@ -378,15 +372,17 @@ fn histories(session: &Session, threads: usize) {
         for number in 0..threads {
             let own = node * threads + number;
             let (region, board) = (&region, &board);
-            let runner = move || Runner {
-                own,
-                all: nodes * threads,
-                region,
-                board,
-                thread: session.thread(number as u16).unwrap(),
-                dice: ChaCha8Rng::seed_from_u64(own as u64),
-            };
-            scope.spawn(move || runner().run());
+            scope.spawn(move || {
+                let runner = Runner {
+                    own,
+                    all: nodes * threads,
+                    region,
+                    board,
+                    thread: session.thread(number as u16).unwrap(),
+                    dice: ChaCha8Rng::seed_from_u64(own as u64),
+                };
+                runner.run();
+            });
         }
     });
 }
@@ -412,7 +408,7 @@ impl Drop for Runner<'_> {
 }
 
 impl Runner<'_> {
-    /// Returns a word of an instance. The numbers of the locks stand behind those of the programs.
+    /// Returns a word of an instance.
     fn word(&self, instance: usize, word: usize) -> &AtomicU64 {
         let page = instance * PAGES + word % PAGES;
         let word = page * PAGE_WORDS + word / PAGES;
@@ -422,6 +418,12 @@ impl Runner<'_> {
     /// Returns the place for what a task has read.
     fn result(&self, instance: usize, thread: usize, nth: usize) -> &AtomicU64 {
         self.board.word((instance * self.all + thread) * EVENTS + nth)
+    }
+
+    /// Returns the number of a lock in an instance. It is no part of the memory under test: a thread that acquires nothing must not read an old one.
+    fn lock_number(&self, instance: usize, lock: usize) -> &AtomicU64 {
+        self.board
+            .word(BATCH * self.all * EVENTS + instance * LOCKS + lock)
     }
 
     fn barrier(&mut self) {
@@ -440,7 +442,8 @@ impl Runner<'_> {
         for batch in 0..batches {
             if self.own == 0 {
                 for instance in 0..BATCH {
-                    (0..WORDS + LOCKS).for_each(|it| self.word(instance, it).store(0, Ordering::SeqCst));
+                    (0..WORDS).for_each(|it| self.word(instance, it).store(0, Ordering::SeqCst));
+                    (0..LOCKS).for_each(|it| self.lock_number(instance, it).store(0, Ordering::SeqCst));
                 }
             }
             self.barrier();
@@ -457,7 +460,13 @@ impl Runner<'_> {
             self.barrier();
             for (instance, history) in histories.enumerate().filter(|_| self.own == 0) {
                 let programs = Author::programs(seed, history, self.all);
-                let threads = self.events(instance, &programs, added);
+                let mut threads = self.events(instance, &programs, added);
+                met += usize::from(has_met(&threads));
+                // Each program ends with a barrier, so the first thread reads the last writes.
+                threads[0].extend((0..WORDS).map(|place| Event::Read {
+                    place,
+                    value: self.word(instance, place).load(Ordering::SeqCst),
+                }));
                 let found = check(&threads);
                 let found =
                     found.unwrap_or_else(|why| panic!("seed {seed}, history {history}: {why}\n{threads:#?}"));
@@ -465,10 +474,9 @@ impl Runner<'_> {
                 races += found;
                 let adds = programs.iter().flatten().filter(|task| matches!(task, Task::Add));
                 added += adds.count() as u64;
-                met += usize::from(has_met(&threads));
             }
         }
-        // A node that leaves takes pages along that the first thread looks at.
+        // Pages of a node that leaves are lost, and the first thread still reads them.
         self.barrier();
         if self.own == 0 {
             assert!(met > 0, "no thread has read what another one has written");
@@ -486,7 +494,7 @@ impl Runner<'_> {
             Task::Lock(lock, mode) => {
                 let object = FIRST_LOCK + lock as u64;
                 self.call(Call::Lock { object, mode });
-                let number = self.word(instance, WORDS + lock);
+                let number = self.lock_number(instance, lock);
                 let before = number.load(Ordering::SeqCst);
                 if mode == Mode::Exclusive {
                     number.store(before + 1, Ordering::SeqCst);
@@ -512,13 +520,7 @@ impl Runner<'_> {
             let event = |(nth, task): (usize, &Task)| event(*task, read(nth), added);
             program.iter().enumerate().filter_map(event).collect()
         };
-        let mut threads: Vec<Vec<Event>> = programs.iter().enumerate().map(events).collect();
-        // Each program ends with a barrier, so the first thread reads the last writes.
-        threads[0].extend((0..WORDS).map(|place| Event::Read {
-            place,
-            value: self.word(instance, place).load(Ordering::SeqCst),
-        }));
-        threads
+        programs.iter().enumerate().map(events).collect()
     }
 }
 

@@ -15,7 +15,7 @@ use litmus_runner::{Place, Program, VARIABLES, X, Y};
 use rdmux_dsm::{Consistency, Session};
 
 /// Runs of each program.
-const RUNS: usize = 320;
+const RUNS: usize = 512;
 /// Reads of a thread at most.
 const READS: usize = 2;
 /// Nodes of a program at most.

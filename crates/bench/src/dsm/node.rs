@@ -76,9 +76,9 @@ pub(super) fn event(event: Event) -> Result<f64> {
 }
 
 /// Measures the release of pages of which every word has changed. Returns the median in microseconds.
-pub(super) fn release(mode: FaultMode) -> Result<f64> {
+pub(super) fn release() -> Result<f64> {
     run(CPUS, RELEASE, |_, command| {
-        command.env(FaultMode::VARIABLE, mode.to_string());
+        command.env(FaultMode::VARIABLE, FaultMode::Inline.to_string());
     })
 }
 

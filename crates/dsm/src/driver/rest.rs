@@ -7,7 +7,7 @@ use rdmux_verbs::Arm;
 use super::Driver;
 use crate::link::Link;
 
-/// The acts and looks of a node before it rests. Tests implement it with other links and queues.
+/// Steps of a node before it sleeps. Tests implement it with other links and queues.
 pub(crate) trait Looks {
     /// Tells the nodes that count on this one's polling that it will sleep.
     fn tell_sleep(&mut self);
@@ -42,7 +42,7 @@ pub(crate) fn rest(looks: &mut impl Looks) -> bool {
         looks.set_armed(!has_come);
         !has_come
     };
-    // A frame that this turn has sent, of what was left to do, tells its receiver that this node is awake.
+    // The turn may have sent a frame. Its receiver then takes this node for awake, and rings no bell.
     is_quiet && !looks.is_relied_on()
 }
 

@@ -1,4 +1,4 @@
-//! One end of a link, without I/O: the frames of both rings, and who wakes whom.
+//! One end of a link, without I/O: the frames of both rings, and the rules by which a node wakes its peer.
 //!
 //! A node that has written a frame directly looks at the word of the reader; a reader that is about to sleep writes its word, and then looks at its ring
 //! once more. A `SeqCst` fence stands between the two steps on both sides, so at least one of them sees the other: either the bell rings, or the
@@ -135,6 +135,7 @@ impl End {
         }
         self.is_direct = self.done == self.posted;
         self.uses_packets = !self.is_direct;
+        // Pairs with the fence of `driver::rest::rest`.
         ring.fence(Ordering::SeqCst);
         let word = ring.word();
         if self.is_direct && word != 0 && word == self.rung {

@@ -1,4 +1,5 @@
-//! Turns at the driver: whoever holds it takes them, one thread at a time. Who leaves it last sees to it that what comes wakes the service thread.
+//! Turns at the driver: whoever holds it takes them, one thread at a time. The last thread that leaves ensures
+//! that incoming frames and completions wake the service thread.
 //!
 //! A thread that waits counts among the pollers, takes turns, and looks after each whether it has what it waits for. When it sleeps it holds the
 //! driver until the condition variable has it, so nothing changes between its last look and its sleep. Somebody always takes what comes: a
@@ -7,11 +8,12 @@
 mod driving;
 
 use crate::driver::Driver;
+use crate::driver::rest::rest;
 use crate::stat::NodeCounter;
 
 pub(crate) use self::driving::{Drive, Driving, Pause, Service, Turns};
 
-/// Locks, atomics and functions of the system that the turns need.
+/// Locks, atomics, functions of the system and limits that the turns need.
 mod sync {
     pub(super) use std::hint::spin_loop;
     pub(super) use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -38,9 +40,6 @@ mod sync {
 }
 
 impl Drive for Driver {
-    type Stage = NodeCounter;
-    const OWN: NodeCounter = NodeCounter::Stage1Events;
-
     fn turn(&mut self, thoroughly: bool) -> bool {
         Driver::turn(self, thoroughly)
     }
@@ -50,7 +49,7 @@ impl Drive for Driver {
     }
 
     fn rest(&mut self) -> bool {
-        Driver::rest(self)
+        rest(self)
     }
 
     fn settle(&mut self, stage: NodeCounter) {

@@ -219,3 +219,9 @@ impl Drop for Node {
         let _ = self.child.wait();
     }
 }
+
+/// Returns the number of an environment variable, or a default.
+pub(crate) fn number(variable: &str, otherwise: u64) -> u64 {
+    let value = std::env::var(variable).ok();
+    value.map_or(otherwise, |value| value.parse().expect("a number"))
+}

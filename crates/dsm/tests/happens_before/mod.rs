@@ -51,7 +51,7 @@ struct LockState {
     is_held: bool,
     /// Threads that have yet to give it back, by the number before theirs.
     sharing: BTreeMap<u64, usize>,
-    /// The accesses before the releases of those that had it alone, and before those of all.
+    /// Clock of the last exclusive release, and of all releases.
     exclusive: Clock,
     all: Clock,
 }

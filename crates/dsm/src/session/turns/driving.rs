@@ -6,22 +6,19 @@ use std::sync::PoisonError;
 use super::sync::{
     AtomicBool, AtomicU32, Condvar, Mutex, MutexGuard, Ordering, RESTS, TURNS, Waker, spin_loop, wait_while,
 };
+use crate::stat::NodeCounter;
 
 /// A driver, at which threads take turns. Tests implement it with another device.
 pub(crate) trait Drive {
-    /// The part that the events of a thread are counted in.
-    type Stage: Copy;
-    /// The stage of threads that do not serve.
-    const OWN: Self::Stage;
-
     /// Takes all that has come, and returns whether there was anything. Without `thoroughly` it takes what costs little to notice.
     fn turn(&mut self, thoroughly: bool) -> bool;
     /// Returns whether only thorough turns take what comes.
     fn uses_packets(&self) -> bool;
-    /// Prepares for a time in which nobody takes turns, but all that comes wakes the service thread. Returns false if something has come.
+    /// Prepares for a time in which nobody takes turns, but all that comes wakes the service thread. Returns false if that is not so
+    /// yet: try again.
     fn rest(&mut self) -> bool;
-    /// Ends a change by a thread of a stage.
-    fn settle(&mut self, stage: Self::Stage);
+    /// Ends a change by a thread that handles the events of a stage.
+    fn settle(&mut self, stage: NodeCounter);
     /// Returns a number that has grown if a thread that waits should look again.
     fn changes(&self) -> u64;
 }
@@ -75,11 +72,11 @@ impl<D: Drive> Turns<D> {
 
     /// Holds the driver, in a thread that does not serve.
     pub(crate) fn lock(&self) -> Driving<'_, D> {
-        self.lock_in(D::OWN)
+        self.lock_in(NodeCounter::Stage1Events)
     }
 
     /// Holds the driver, in a thread that handles events of a stage.
-    pub(crate) fn lock_in(&self, stage: D::Stage) -> Driving<'_, D> {
+    pub(crate) fn lock_in(&self, stage: NodeCounter) -> Driving<'_, D> {
         let driver = self.driver.lock().unwrap_or_else(PoisonError::into_inner);
         Driving {
             turns: self,
@@ -137,6 +134,8 @@ impl<D: Drive> Turns<D> {
         self.pollers.fetch_add(1, Ordering::Relaxed);
         let mut driver = self.lock();
         f(&mut driver);
+        // A frame that is sent after the word of the sleep takes the word back.
+        driver.settle(NodeCounter::Stage1Events);
         self.stop_polling(&mut driver);
     }
 
@@ -154,7 +153,7 @@ impl<D: Drive> Turns<D> {
     }
 
     /// Serves until [`Turns::stop`], while no thread of the program polls.
-    pub(crate) fn serve(&self, stage: D::Stage, service: &mut impl Service) {
+    pub(crate) fn serve(&self, stage: NodeCounter, service: &mut impl Service) {
         while !self.stops.load(Ordering::Acquire) {
             let has_come = service.turn();
             service.saw(has_come);
@@ -170,7 +169,7 @@ impl<D: Drive> Turns<D> {
     }
 
     /// Returns whether the service thread may sleep: another thread polls, or what comes wakes it.
-    fn may_sleep(&self, stage: D::Stage) -> bool {
+    fn may_sleep(&self, stage: NodeCounter) -> bool {
         let mut driver = self.lock_in(stage);
         self.is_polled() || driver.rest()
     }
@@ -190,7 +189,7 @@ pub(crate) struct Driving<'a, D: Drive> {
     /// [`Drive::changes`] at the beginning.
     changes: u64,
     /// The stage of the events that this thread handles.
-    stage: D::Stage,
+    stage: NodeCounter,
 }
 
 impl<'a, D: Drive> Driving<'a, D> {

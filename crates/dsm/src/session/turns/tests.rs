@@ -1,9 +1,9 @@
 //! The turns under loom, which tries the orders in which threads may run and every value that a load may return. A thread that nobody wakes makes a
-//! model hang, which loom reports: no sleep ends by time here. The models hold as the code is, and not without any of its parts.
+//! model hang, which loom reports: no sleep ends by time here. The models hold as the code is, and not without
+//! any of the parts that `Without` names.
 
 use std::cell::Cell;
 use std::num::NonZeroU32;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 
 use loom::cell::UnsafeCell;
@@ -11,7 +11,10 @@ use loom::sync::{Condvar, Mutex, MutexGuard};
 use loom::thread;
 
 use crate::protocol::{Homes, NodeId};
+use crate::stat::NodeCounter;
 use crate::sync::{Action, Call, Mode, Outcome, Success};
+
+const STAGE: NodeCounter = NodeCounter::Stage2Events;
 
 /// The turns again, on loom's locks and atomics.
 #[path = "driving.rs"]
@@ -200,9 +203,6 @@ impl Messages {
 }
 
 impl Drive for Messages {
-    type Stage = ();
-    const OWN: () = ();
-
     fn turn(&mut self, _: bool) -> bool {
         let any = self.take();
         self.changes += u64::from(any);
@@ -229,7 +229,7 @@ impl Drive for Messages {
         !has_come
     }
 
-    fn settle(&mut self, (): ()) {}
+    fn settle(&mut self, _: NodeCounter) {}
 
     fn changes(&self) -> u64 {
         self.changes
@@ -259,7 +259,7 @@ impl Pause for Serving {
 
 impl Service for Serving {
     fn turn(&mut self) -> bool {
-        self.0.lock_in(()).turn(true)
+        self.0.lock_in(STAGE).turn(true)
     }
 
     fn sleep(&mut self) {
@@ -290,7 +290,7 @@ impl Node {
         let turns = Rc::new(Turns::new(messages, sync::Waker(device.clone())));
         let service = thread::spawn({
             let turns = turns.clone();
-            move || turns.serve((), &mut Serving(turns.clone()))
+            move || turns.serve(STAGE, &mut Serving(turns.clone()))
         });
         Node {
             device,
@@ -352,15 +352,10 @@ fn one_acts() {
 }
 
 fn holds(model: fn(), without: Without) -> bool {
-    let run = || {
-        let mut builder = loom::model::Builder::new();
-        builder.preemption_bound.get_or_insert(2);
-        builder.check(move || {
-            WITHOUT.set(without);
-            model();
-        });
-    };
-    let held = catch_unwind(AssertUnwindSafe(run)).is_ok();
+    let held = crate::model::holds(2, move || {
+        WITHOUT.set(without);
+        model();
+    });
     WITHOUT.set(Without::Nothing);
     held
 }
@@ -426,9 +421,6 @@ impl Calls {
 }
 
 impl Drive for Calls {
-    type Stage = ();
-    const OWN: () = ();
-
     fn turn(&mut self, _: bool) -> bool {
         false
     }
@@ -441,7 +433,7 @@ impl Drive for Calls {
         true
     }
 
-    fn settle(&mut self, (): ()) {}
+    fn settle(&mut self, _: NodeCounter) {}
 
     fn changes(&self) -> u64 {
         self.changes
