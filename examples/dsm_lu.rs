@@ -12,8 +12,9 @@ mod dsm;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
+use rdmux_dsm::{Access, Array};
 
-use crate::dsm::{Node, Numbers, Options, Places, Report, seconds};
+use crate::dsm::{Node, Numbers, Options, Places, Report, acquire, seconds};
 
 /// LU decomposition of a square matrix
 #[derive(Parser)]
@@ -64,16 +65,13 @@ impl<N: Numbers<f64>> Blocks<'_, N> {
     }
 
     fn load(&self, row: usize, column: usize) -> Vec<f64> {
-        let start = self.start(row, column);
-        let end = start + self.size * self.size;
-        (start..end).map(|at| self.numbers.get(at)).collect()
+        let mut block = vec![0.0; self.size * self.size];
+        self.numbers.read(self.start(row, column), &mut block);
+        block
     }
 
     fn store(&self, row: usize, column: usize, block: &[f64]) {
-        let start = self.start(row, column);
-        for (at, value) in block.iter().enumerate() {
-            self.numbers.set(start + at, *value);
-        }
+        self.numbers.write(self.start(row, column), block);
     }
 
     /// Sets a block of a matrix whose diagonal outweighs the rest, so that no pivot is small.
@@ -143,18 +141,20 @@ impl<N: Numbers<f64>> Blocks<'_, N> {
         self.store(row, column, &block);
     }
 
-    /// Decomposes the blocks that one owner has, in step with the others. Each number takes the same steps in the same order with any number of them.
+    /// Decomposes the blocks that one owner has, in step with the others: `meet` waits for them, and gets the right to read some blocks. Each number
+    /// takes the same steps in the same order with any number of owners.
     fn run(
         &self,
         is_own: impl Fn(usize, usize) -> bool,
-        mut barrier: impl FnMut() -> Result<()>,
+        mut meet: impl FnMut(&[(usize, usize)]) -> Result<()>,
     ) -> Result<()> {
         for k in 0..self.count {
             let rest = k + 1..self.count;
             if is_own(k, k) {
                 self.decompose(k);
             }
-            barrier()?;
+            let needs_diagonal = rest.clone().any(|at| is_own(at, k) || is_own(k, at));
+            meet(if needs_diagonal { &[(k, k)] } else { &[] })?;
             for at in rest.clone() {
                 if is_own(at, k) {
                     self.solve_below(at, k);
@@ -163,7 +163,11 @@ impl<N: Numbers<f64>> Blocks<'_, N> {
                     self.solve_beside(k, at);
                 }
             }
-            barrier()?;
+            let has_row = |row: &usize| rest.clone().any(|column| is_own(*row, column));
+            let has_column = |column: &usize| rest.clone().any(|row| is_own(row, *column));
+            let lower = rest.clone().filter(has_row).map(|row| (row, k));
+            let upper = rest.clone().filter(has_column).map(|column| (k, column));
+            meet(&lower.chain(upper).collect::<Vec<_>>())?;
             for row in rest.clone() {
                 for column in rest.clone().filter(|column| is_own(row, *column)) {
                     self.update(row, column, k);
@@ -171,6 +175,17 @@ impl<N: Numbers<f64>> Blocks<'_, N> {
             }
         }
         Ok(())
+    }
+}
+
+impl Blocks<'_, Array<'_, f64>> {
+    /// Gets the right to read some blocks.
+    fn prepare(&self, blocks: &[(usize, usize)]) -> Result<()> {
+        let numbers = |(row, column): &(usize, usize)| {
+            let start = self.start(*row, *column);
+            (start..start + self.size * self.size, Access::Read)
+        };
+        acquire(&self.numbers, &blocks.iter().map(numbers).collect::<Vec<_>>())
     }
 }
 
@@ -216,7 +231,12 @@ fn main() -> Result<()> {
         let is_own = |row, column| rectangle.owner(row, column) == number;
         let own: Vec<_> = all(count).filter(|(row, column)| is_own(*row, *column)).collect();
         own.iter().for_each(|(row, column)| blocks.begin(*row, *column));
-        let timed = party.time(&region, |party| blocks.run(is_own, || party.barrier()))?;
+        let timed = party.time(&region, |party| {
+            blocks.run(is_own, |needed| {
+                party.barrier()?;
+                party.prepare(|| blocks.prepare(needed))
+            })
+        })?;
         let sum_of = |(row, column): &(usize, usize)| blocks.load(*row, *column).iter().sum::<f64>();
         let sum = party.sum(own.iter().map(sum_of).sum())?;
         Ok((timed, sum))
@@ -232,7 +252,7 @@ fn main() -> Result<()> {
     };
     all(count).for_each(|(row, column)| alone.begin(row, column));
     let mut outcome = Ok(());
-    let seconds = seconds(|| outcome = alone.run(|_, _| true, || Ok(())));
+    let seconds = seconds(|| outcome = alone.run(|_, _| true, |_| Ok(())));
     outcome?;
     for (row, column) in all(count).filter(|block| node_of(*block) == node.number()) {
         if blocks.load(row, column) != alone.load(row, column) {
@@ -265,7 +285,7 @@ mod tests {
         all(count).for_each(|(row, column)| blocks.begin(row, column));
         let at = |i: usize, j: usize| blocks.load(i / size, j / size)[i % size * size + j % size];
         let matrix: Vec<f64> = all(edge).map(|(i, j)| at(i, j)).collect();
-        blocks.run(|_, _| true, || Ok(())).unwrap();
+        blocks.run(|_, _| true, |_| Ok(())).unwrap();
         for (i, j) in all(edge) {
             let lower = |k| if k == i { 1.0 } else { at(i, k) };
             let product: f64 = (0..=i.min(j)).map(|k| lower(k) * at(k, j)).sum();

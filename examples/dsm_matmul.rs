@@ -12,6 +12,7 @@ use std::ops::Range;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
+use rdmux_dsm::{Access, Array};
 
 use crate::dsm::{Node, Numbers, Options, Places, Report, seconds, share};
 
@@ -44,13 +45,6 @@ impl<N: Numbers<f64>> Matrices<'_, N> {
         self.numbers.get(self.places.start(matrix, row) + column)
     }
 
-    fn copy_row(&self, matrix: usize, row: usize, out: &mut [f64]) {
-        let start = self.places.start(matrix, row);
-        for (at, value) in out.iter_mut().enumerate() {
-            *value = self.numbers.get(start + at);
-        }
-    }
-
     /// Sets some rows of both factors.
     fn begin(&self, rows: Range<usize>) {
         for row in rows {
@@ -73,7 +67,7 @@ impl<N: Numbers<f64>> Matrices<'_, N> {
             let together = first..rows.end.min(first + TOGETHER);
             sums.fill(0.0);
             for k in 0..edge {
-                self.copy_row(B, k, &mut of_b);
+                self.numbers.read(self.places.start(B, k), &mut of_b);
                 for (row, sums) in together.clone().zip(sums.chunks_exact_mut(edge)) {
                     let a = self.get(A, row, k);
                     for (sum, b) in sums.iter_mut().zip(&of_b) {
@@ -82,12 +76,22 @@ impl<N: Numbers<f64>> Matrices<'_, N> {
                 }
             }
             for (row, sums) in together.zip(sums.chunks_exact(edge)) {
-                let start = self.places.start(PRODUCT, row);
-                for (at, sum) in sums.iter().enumerate() {
-                    self.numbers.set(start + at, *sum);
-                }
+                self.numbers.write(self.places.start(PRODUCT, row), sums);
             }
         }
+    }
+}
+
+impl Matrices<'_, Array<'_, f64>> {
+    /// Gets the right to read the second factor, whose rows some nodes divide.
+    fn prepare(&self, nodes: usize) -> Result<()> {
+        for node in 0..nodes {
+            let rows = share(self.edge, nodes, node);
+            let start = self.places.start(B, rows.start);
+            self.numbers
+                .acquire(start..start + rows.len() * self.edge, Access::Read)?;
+        }
+        Ok(())
     }
 }
 
@@ -113,7 +117,8 @@ fn main() -> Result<()> {
     let outcomes = node.run(|party| {
         let rows = share(edge, parties, party.number);
         matrices.begin(rows.clone());
-        let timed = party.time(&region, |_| {
+        let timed = party.time(&region, |party| {
+            party.prepare(|| matrices.prepare(node.nodes()))?;
             matrices.multiply(rows.clone());
             Ok(())
         })?;

@@ -86,6 +86,24 @@ static void begin(const struct grid *grid, size_t from, size_t to)
 			*at(grid, row, column) = row == 0 ? 100 : 0;
 }
 
+/* Gets a right to the points of one colour in a row. */
+static void acquire(struct rdmux_dsm_region *region, const struct grid *grid, size_t row, size_t colour, enum rdmux_dsm_access access)
+{
+	/* The first column of the colour in this row. */
+	const double *start = at(grid, row, (row + colour + 1) % 2);
+	check(rdmux_dsm_acquire_range(region, start, (grid->edge + 3) / 2 * sizeof *start, access));
+}
+
+/* Gets the rights to relax the points of one colour in some rows: to the rows beyond them, and to those that others have read. All nodes do this at the
+ * same time and wait: a node that computes answers when the system has scheduled its service thread. */
+static void prepare(struct rdmux_dsm_region *region, const struct grid *grid, size_t from, size_t to, size_t colour)
+{
+	acquire(region, grid, from - 1, 1 - colour, RDMUX_DSM_READ);
+	acquire(region, grid, to, 1 - colour, RDMUX_DSM_READ);
+	acquire(region, grid, from, colour, RDMUX_DSM_WRITE);
+	acquire(region, grid, to - 1, colour, RDMUX_DSM_WRITE);
+}
+
 /* Relaxes the points of one colour in some rows. */
 static void relax(const struct grid *grid, size_t from, size_t to, size_t colour)
 {
@@ -144,6 +162,8 @@ int main(int argc, char **argv)
 	check(rdmux_dsm_barrier(thread, 0, nodes));
 	double start = seconds();
 	for (size_t half = 0; half < 2 * iterations; half++) {
+		prepare(region, &grid, from, to, half % 2);
+		check(rdmux_dsm_barrier(thread, 0, nodes));
 		relax(&grid, from, to, half % 2);
 		check(rdmux_dsm_barrier(thread, 0, nodes));
 	}

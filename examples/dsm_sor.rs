@@ -13,8 +13,9 @@ use std::ops::Range;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
+use rdmux_dsm::{Access, Array};
 
-use crate::dsm::{Node, Numbers, Options, Places, Report, seconds, share};
+use crate::dsm::{Node, Numbers, Options, Places, Report, acquire, seconds, share};
 
 /// Factor of over-relaxation.
 const OMEGA: f64 = 1.25;
@@ -58,23 +59,53 @@ impl<N: Numbers<f64>> Grid<'_, N> {
         }
     }
 
-    /// Relaxes the points of one colour in some rows.
+    /// Returns the number of points of one colour in a row, with those that only rows of the other parity have.
+    fn width(&self) -> usize {
+        (self.edge + 2).div_ceil(2)
+    }
+
+    /// Relaxes the points of one colour in some rows, in copies of these.
     fn relax(&self, rows: Range<usize>, colour: usize) {
-        let numbers = &self.numbers;
+        let copy = |colour, row, out: &mut [f64]| self.numbers.read(self.places.start(colour, row), out);
+        let row = || vec![0.0; self.width()];
+        let (mut above, mut beside, mut below, mut own) = (row(), row(), row(), row());
+        copy(1 - colour, rows.start - 1, &mut above);
+        copy(1 - colour, rows.start, &mut beside);
         for row in rows {
+            copy(1 - colour, row + 1, &mut below);
+            copy(colour, row, &mut own);
             let first = 1 + (row + colour) % 2;
-            let own = self.places.start(colour, row) + first / 2;
-            let other = |row| self.places.start(1 - colour, row);
-            let (above, beside, below) = (other(row - 1) + first / 2, other(row), other(row + 1) + first / 2);
-            for at in 0..(self.edge + 2 - first) / 2 {
-                let around = numbers.get(above + at)
-                    + numbers.get(below + at)
-                    + numbers.get(beside + at)
-                    + numbers.get(beside + at + 1);
-                let old = numbers.get(own + at);
-                numbers.set(own + at, old + OMEGA * (around / 4.0 - old));
+            let points = first / 2..first / 2 + (self.edge + 2 - first) / 2;
+            let (above_it, below_it) = (&above[points.clone()], &below[points.clone()]);
+            let (left, right) = (&beside[..points.len()], &beside[1..]);
+            let around = above_it.iter().zip(below_it).zip(left.iter().zip(right));
+            for (old, ((above, below), (left, right))) in own[points].iter_mut().zip(around) {
+                let around = above + below + left + right;
+                *old += OMEGA * (around / 4.0 - *old);
             }
+            self.numbers.write(self.places.start(colour, row), &own);
+            std::mem::swap(&mut above, &mut beside);
+            std::mem::swap(&mut beside, &mut below);
         }
+    }
+}
+
+impl Grid<'_, Array<'_, f64>> {
+    /// Gets the rights to relax the points of one colour in some rows: to the rows beyond them, and to those that others have read.
+    fn prepare(&self, rows: &Range<usize>, colour: usize) -> Result<()> {
+        let row = |row, colour, access| {
+            let start = self.places.start(colour, row);
+            (start..start + self.width(), access)
+        };
+        acquire(
+            &self.numbers,
+            &[
+                row(rows.start - 1, 1 - colour, Access::Read),
+                row(rows.end, 1 - colour, Access::Read),
+                row(rows.start, colour, Access::Write),
+                row(rows.end - 1, colour, Access::Write),
+            ],
+        )
     }
 }
 
@@ -114,6 +145,7 @@ fn main() -> Result<()> {
         let own = rows(edge, parties, party.number, false);
         let timed = party.time(&region, |party| {
             for half in 0..2 * iterations {
+                party.prepare(|| grid.prepare(&own, half % 2))?;
                 grid.relax(own.clone(), half % 2);
                 party.barrier()?;
             }

@@ -11,7 +11,7 @@ use anyhow::{Result, anyhow};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use rdmux_dsm::sync::Operation;
 use rdmux_dsm::{
-    Array, Cluster, Consistency, Number, Placement, Region, RegionOptions, Session, Stat, Thread,
+    Access, Array, Cluster, Consistency, Number, Placement, Region, RegionOptions, Session, Stat, Thread,
 };
 
 /// Nodes that have not joined within this time are given up.
@@ -49,6 +49,10 @@ fn consistency() -> impl TypedValueParser<Value = Consistency> {
 pub(crate) trait Numbers<T> {
     fn get(&self, index: usize) -> T;
     fn set(&self, index: usize, value: T);
+    /// Copies numbers from an index on.
+    fn read(&self, start: usize, out: &mut [T]);
+    /// Sets numbers from an index on.
+    fn write(&self, start: usize, values: &[T]);
 }
 
 impl<T: Number> Numbers<T> for Array<'_, T> {
@@ -59,6 +63,12 @@ impl<T: Number> Numbers<T> for Array<'_, T> {
     #[inline]
     fn set(&self, index: usize, value: T) {
         Array::set(self, index, value);
+    }
+    fn read(&self, start: usize, out: &mut [T]) {
+        Array::read(self, start, out);
+    }
+    fn write(&self, start: usize, values: &[T]) {
+        Array::write(self, start, values);
     }
 }
 
@@ -71,6 +81,30 @@ impl<T: Copy> Numbers<T> for Vec<Cell<T>> {
     fn set(&self, index: usize, value: T) {
         self[index].set(value);
     }
+    fn read(&self, start: usize, out: &mut [T]) {
+        let cells = &self[start..start + out.len()];
+        out.iter_mut()
+            .zip(cells)
+            .for_each(|(out, cell)| *out = cell.get());
+    }
+    fn write(&self, start: usize, values: &[T]) {
+        let cells = &self[start..start + values.len()];
+        values
+            .iter()
+            .zip(cells)
+            .for_each(|(value, cell)| cell.set(*value));
+    }
+}
+
+/// Gets rights to numbers, for all of which it asks before it waits.
+pub(crate) fn acquire<T: Number>(array: &Array<'_, T>, wanted: &[(Range<usize>, Access)]) -> Result<()> {
+    for (numbers, access) in wanted {
+        array.prefetch(numbers.clone(), *access);
+    }
+    for (numbers, access) in wanted {
+        array.acquire(numbers.clone(), *access)?;
+    }
+    Ok(())
 }
 
 /// Returns the share of one of `parties` in some items: neighbours, in the order of the parties.
@@ -181,6 +215,7 @@ impl Node {
             let mut party = Party {
                 number: self.number() * self.threads() + usize::from(number),
                 parties: count(self.parties()),
+                consistency: self.options.consistency,
                 thread: self.session.thread(number)?,
             };
             f(&mut party)
@@ -245,12 +280,23 @@ pub(crate) struct Party<'a> {
     pub(crate) number: usize,
     pub(crate) thread: Thread<'a>,
     parties: NonZeroU32,
+    consistency: Consistency,
 }
 
 impl Party<'_> {
     /// Waits for all threads of all nodes.
     pub(crate) fn barrier(&mut self) -> Result<()> {
         Ok(self.thread.barrier(ALL, self.parties)?)
+    }
+
+    /// Has all threads get the rights that a function acquires, at the same time. Nodes that wait answer each other at once, nodes that compute do so
+    /// when the system has scheduled their service threads. With release consistency a node reads a page without its home's help.
+    pub(crate) fn prepare(&mut self, f: impl FnOnce() -> Result<()>) -> Result<()> {
+        if self.consistency == Consistency::Release {
+            return Ok(());
+        }
+        f()?;
+        self.barrier()
     }
 
     /// Returns the sum of the values of all threads of all nodes, added in their order.

@@ -98,6 +98,29 @@ impl<'a, T: Number> Array<'a, T> {
         self.words[index].store(value.to_bits(), Ordering::Relaxed);
     }
 
+    /// Copies elements from `start` on to a slice, each by an access of its own. Loops over a slice are faster than those over an array, whose
+    /// elements the compiler does not take together.
+    ///
+    /// # Panics
+    /// If there are no such elements.
+    pub fn read(&self, start: usize, out: &mut [T]) {
+        let words = &self.words[start..start + out.len()];
+        for (out, word) in out.iter_mut().zip(words) {
+            *out = T::of_bits(word.load(Ordering::Relaxed));
+        }
+    }
+
+    /// Sets elements from `start` on to those of a slice, each by an access of its own.
+    ///
+    /// # Panics
+    /// If there are no such elements.
+    pub fn write(&self, start: usize, values: &[T]) {
+        let words = &self.words[start..start + values.len()];
+        for (value, word) in values.iter().zip(words) {
+            word.store(value.to_bits(), Ordering::Relaxed);
+        }
+    }
+
     /// Gets a right to elements, which other nodes may take again at once: their accesses that follow take no fault until then.
     ///
     /// # Errors
@@ -106,10 +129,22 @@ impl<'a, T: Number> Array<'a, T> {
     /// # Panics
     /// If there are no such elements.
     pub fn acquire(&self, elements: Range<usize>, access: Access) -> Result<(), Error> {
+        self.region.acquire(self.bytes(elements), access)
+    }
+
+    /// Asks for a right to elements, as [`Region::prefetch`] does: it does not wait.
+    ///
+    /// # Panics
+    /// If there are no such elements.
+    pub fn prefetch(&self, elements: Range<usize>, access: Access) {
+        self.region.prefetch(self.bytes(elements), access);
+    }
+
+    /// Returns the bytes of elements in the region.
+    fn bytes(&self, elements: Range<usize>) -> Range<u64> {
         let len = self.len();
         assert!(elements.end <= len, "elements {elements:?} of {len}");
         let byte = |element: usize| self.offset + 8 * element as u64;
-        self.region
-            .acquire(byte(elements.start)..byte(elements.end), access)
+        byte(elements.start)..byte(elements.end)
     }
 }
