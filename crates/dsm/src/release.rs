@@ -512,7 +512,8 @@ impl Node {
         self.units.get(&unit).is_some_and(|it| it.wanted.is_some())
     }
 
-    /// Returns the homes that this node waits for, each with the first unit of a run. One that stays among them longer than the driver allows for is to be expelled.
+    /// Returns the homes that this node waits for, each with the first unit of a run. One that stays among them longer than the driver allows for is to
+    /// be expelled.
     pub fn waits(&self) -> impl Iterator<Item = Wait> {
         let own = self.peers.own();
         self.sent.keys().map(move |unit| Wait {
@@ -716,9 +717,8 @@ impl Node {
     fn append(&mut self) {
         let is_lost = |it: &Unit| matches!(it.state, State::Poisoned(_));
         let is_here = |unit: &u64| !self.units.get(unit).is_some_and(is_lost);
-        let runs = runs(self.released.iter().copied().filter(is_here), u32::MAX, |_, _| {
-            true
-        });
+        let units = self.released.iter().copied().filter(is_here);
+        let runs = runs(units, u32::MAX, |_, _| true);
         self.actions
             .extend(runs.into_iter().map(|run| Action::Append { run }));
     }

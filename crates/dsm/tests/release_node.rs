@@ -230,7 +230,10 @@ fn handle_fault__to_write_what_lands_waits_for_the_end() {
             }
             take(&mut node, (1, 0), 0, FLUSH);
             node.handle_fault(0, Access::Write);
-            let read: &[Action] = if was_read { &[] } else { &[protect(Right::Shared)] };
+            let read = match was_read {
+                true => vec![],
+                false => vec![protect(Right::Shared)],
+            };
             assert_eq!(actions(&mut node), read);
             assert!(node.is_awaited(0));
             node.handle_fault(0, Access::Write);

@@ -133,7 +133,7 @@ pub struct Message {
     pub sequence: u64,
     /// Number of the request which the message belongs to, at the node that asked.
     pub request: u64,
-    /// Unit of the region.
+    /// Unit of the region, the first one if the message is about several.
     pub unit: u64,
     /// Kind and content.
     pub body: Body,
