@@ -81,6 +81,18 @@ mutants! {
     LapForgotten,
     /// The notices of a node that is gone are forgotten.
     DepartureForgotten,
+    /// A unit that has changed counts as unchanged: it gets neither flush nor notice.
+    ChangeForgotten,
+    /// A flush has units of several homes.
+    HomesMixed,
+    /// A home reads units straight into its frames although others have written them.
+    OthersOverwritten,
+    /// A node that has flushed counts as the only writer although the frame differs from its copy.
+    DifferenceForgotten,
+    /// The program of a home writes a unit while a flush lands in its frame.
+    LandingNotAwaited,
+    /// A flush is carried out while another one lands in the same frame.
+    LandingOvertaken,
 
     // Those of synchronisation.
     /// A lock that others share is given to one for itself.

@@ -233,6 +233,9 @@ pub enum Violation {
     /// It is for or from the home of the unit, but that is another node.
     #[error("a message for another home")]
     NotHome,
+    /// It is about more units than a message may be about.
+    #[error("a message about too many units")]
+    TooMany,
     /// It names a node that never was a member, or says that a unit was lost with a member.
     #[error("a message that names a wrong node")]
     WrongNode,
@@ -442,7 +445,7 @@ impl Node {
             Body::Recall(_) | Body::Grant { .. } | Body::Refuse(_) => home == Some(from),
             Body::Locate => pages.homes().is_first_touch() && registrar == own,
             Body::Home(_) => pages.homes().is_first_touch() && registrar == from,
-            Body::Flush | Body::Flushed => return Err(Violation::Unexpected),
+            Body::Flush { .. } | Body::Flushed { .. } => return Err(Violation::Unexpected),
         };
         if !is_right {
             return Err(Violation::NotHome);
@@ -487,7 +490,7 @@ impl Node {
                 }
                 Ok(())
             }
-            Body::Flush | Body::Flushed => Err(Violation::Unexpected),
+            Body::Flush { .. } | Body::Flushed { .. } => Err(Violation::Unexpected),
         }
     }
 

@@ -12,9 +12,9 @@
 //!
 //! 1. A node whose program reads a unit reads it from the home's frame into its own. The home does nothing for that.
 //! 2. A node whose program writes a unit keeps a second copy of it, the *twin*, which has the contents of before. The home needs none.
-//! 3. A *release* protects all units that the node's threads have written, and sends *Flush* to their homes. A home reads unit and twin
-//!    from the node, stores the bytes that differ into its own frame, and answers *Flushed*. When all homes have answered, the node adds the units
-//!    to its *log*, which others read. Threads that write such a unit meanwhile wait for Flushed.
+//! 3. A *release* protects all units that the node's threads have written, compares them with their twins, and sends *Flush* to the homes of those
+//!    that differ: a message for each *run*, some neighbours with the same home. A home gets what was written, as below, and answers *Flushed*. When
+//!    all homes have answered, the node adds the units to its *log*, which others read. Threads that write such a unit meanwhile wait for Flushed.
 //! 4. An *acquire* reads what the logs of all others have got since this node's last look, and takes those units away from the program. The next
 //!    touch reads them from the home.
 //!
@@ -23,6 +23,23 @@
 //! all vector clocks.
 //!
 //! Threads of one node share its copies: the release of one releases the writes of all, and the acquire of one is that of all.
+//!
+//! ## Contents of a flush
+//!
+//! Nodes may write different bytes of a unit, even of a word, so a home must keep the bytes of its frame that others have written. It knows for each
+//! unit whose twin has the contents of the frame:
+//!
+//! - Nobody has written the unit yet: then each twin has them.
+//! - A node has flushed the unit, after which copy and frame were the same, and no other node has flushed it since, nor has the home's program
+//!   written it. The node's next twin is that copy, or was read from that frame.
+//!
+//! A flush of such units *lands*: the home reads them straight into its own frames. The bytes that the node has not written get the value that they
+//! have. No other flush of these units is carried out meanwhile, and the home's program gets no right to write them before the end.
+//!
+//! For all other flushes the home reads units and twins into a slot, stores the bytes that differ into its frames, and compares frames and copies. So a
+//! unit that another node writes from some time on lands again from the second flush on.
+//!
+//! A unit that does not differ from its twin needs neither flush nor notice: who reads it from the home reads what was written.
 //!
 //! ## States of a unit at a node
 //!
@@ -33,10 +50,14 @@
 //! | Pulling | the same, and it was noticed since | Pulling | Pull |
 //! | Clean | fault to write | Dirty | Copy but at the home, Protect |
 //! | Clean | it is noticed | absent | Protect |
-//! | Dirty | release | Flushing; at the home Clean | Protect, Flush |
+//! | Dirty | release | Flushing; at the home Clean | Protect, Compare |
+//! | Flushing | it differs from its twin | as before | Flush |
+//! | Flushing | it does not | as after Flushed | |
 //! | Dirty, Flushing | it is noticed | as before, and stale: a release begins | |
 //! | Flushing | fault to write | as before: the write waits | |
 //! | Flushing | Flushed | Clean; absent if it is stale; as after a fault if a write waits | Protect |
+//! | absent, Clean, at the home | fault to write while a flush lands | Clean: the write waits | Protect |
+//! | Clean, at the home | the flush has landed, a write waits | Dirty | Protect |
 //!
 //! Notices about units whose home is this node mean nothing: its frame has the writes already.
 //!
@@ -56,9 +77,11 @@
 //!
 //! ## Memory
 //!
-//! A node stores the units that its program has and those of them that are written, and at most one flush of each unit and node whose home it is.
+//! A node stores the units that its program has and those of them that are written. Of the units whose home it is it stores those that were written, and
+//! at most one flush of each unit and node.
 
 pub(crate) mod diff;
+mod flushes;
 pub mod log;
 mod rounds;
 
@@ -66,6 +89,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 pub use rdmux_wire::dsm::notice::Run;
 
+use self::flushes::{Begun, Flush, Flushes};
 use self::rounds::Rounds;
 use crate::Access;
 use crate::peers::{Ahead, Peers};
@@ -115,21 +139,39 @@ pub enum Action {
         /// The node with which it was lost.
         node: NodeId,
     },
-    /// Begin to read the unit and its twin from another node into a slot, and call [`Node::handle_fetched`] at the end.
+    /// Compare units with their twins, and call [`Node::handle_compared`].
+    Compare {
+        /// The units.
+        run: Run,
+    },
+    /// Begin to read units and their twins from another node into a slot, and call [`Node::handle_fetched`] at the end.
     Fetch {
-        /// The unit.
-        unit: u64,
+        /// The units.
+        run: Run,
         /// The slot.
         slot: usize,
         /// The node.
         from: NodeId,
     },
-    /// Store the bytes of the unit by which the two copies in a slot differ into the own frame.
+    /// Begin to read units from another node into the own frames, and call [`Node::handle_fetched`] at the end.
+    Land {
+        /// The units.
+        run: Run,
+        /// The slot, whose memory is not used.
+        slot: usize,
+        /// The node.
+        from: NodeId,
+    },
+    /// Store the bytes by which units in a slot differ from their twins there into the own frames, and call [`Node::handle_applied`].
     Apply {
-        /// The unit.
-        unit: u64,
+        /// The units.
+        run: Run,
         /// The slot.
         slot: usize,
+        /// The node that has written them.
+        from: NodeId,
+        /// The program may write the frames meanwhile.
+        is_shared: bool,
     },
     /// Add units to the own log.
     Append {
@@ -187,14 +229,6 @@ struct Unit {
     is_stale: bool,
 }
 
-/// A flush that this node carries out as the home of a unit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Flush {
-    from: NodeId,
-    unit: u64,
-    request: u64,
-}
-
 /// One node's part of a region.
 ///
 /// Each `handle_` method takes an event; afterwards the driver carries out the actions of [`Node::poll_action`] until there is none. Nothing here
@@ -212,9 +246,15 @@ pub struct Node {
     /// Number of the next read.
     task: u64,
     releases: Rounds,
-    /// Units of the release in progress, and how many of them are Flushing.
+    /// Units of the release in progress but those that have not changed, and how many of them are Flushing.
     released: BTreeSet<u64>,
     flushing: u64,
+    /// Of these, the ones that are not compared yet: the first run is being compared.
+    comparing: VecDeque<Run>,
+    /// Runs of which the home has been told: number of units by first unit.
+    sent: BTreeMap<u64, u32>,
+    /// Units of a run at most.
+    run_max: u32,
     /// The last release that has lost units, and the node with which.
     failure: Option<(u64, NodeId)>,
     acquires: Rounds,
@@ -226,22 +266,21 @@ pub struct Node {
     all_noticed: bool,
     /// The release that the acquire in progress waits for.
     flushed_by: Option<u64>,
-    /// Flushes whose copies are being read, by slot, and those that wait.
-    slots: Vec<Option<Flush>>,
-    queue: VecDeque<Flush>,
-    /// Units of all these, with the nodes.
-    fetching: BTreeSet<(u64, NodeId)>,
+    /// Those of other nodes that this one carries out.
+    flushes: Flushes,
     actions: VecDeque<Action>,
 }
 
 impl Node {
-    /// Makes the part of one node, `own`, that carries out so many flushes at a time. At the beginning no program has a right, and the frame of
-    /// each unit's home has its contents. If the first touch makes the homes of a region, their registrars are the homes here.
+    /// Makes the part of one node, `own`, that carries out so many flushes at a time, each of at most `run_max` units, the same number at all nodes. At
+    /// the beginning no program has a right, and the frames of all nodes have the same contents. If the first touch makes the homes of a region,
+    /// their registrars are the homes here.
     ///
     /// # Panics
-    /// If there are no slots.
-    pub fn new(own: NodeId, settings: &Settings, slots: usize) -> Node {
-        assert!(slots > 0, "flushes need a slot");
+    /// If there are no slots, runs have no units, or the region has 2^32 units or more.
+    pub fn new(own: NodeId, settings: &Settings, slots: usize, run_max: u32) -> Node {
+        assert!(slots > 0 && run_max > 0, "flushes need slots and units");
+        assert!(u32::try_from(settings.units).is_ok(), "{} units", settings.units);
         Node {
             region: settings.region,
             number_of_units: settings.units,
@@ -253,15 +292,16 @@ impl Node {
             releases: Rounds::default(),
             released: BTreeSet::new(),
             flushing: 0,
+            comparing: VecDeque::new(),
+            sent: BTreeMap::new(),
+            run_max,
             failure: None,
             acquires: Rounds::default(),
             looking: BTreeSet::new(),
             noticed: Vec::new(),
             all_noticed: false,
             flushed_by: None,
-            slots: vec![None; slots],
-            queue: VecDeque::new(),
-            fetching: BTreeSet::new(),
+            flushes: Flushes::new(slots),
             actions: VecDeque::new(),
         }
     }
@@ -318,17 +358,68 @@ impl Node {
         }
     }
 
-    /// Takes the end of [`Action::Fetch`]: whether both copies have landed. A read that has failed comes before the news that its source is gone.
+    /// Takes the end of [`Action::Compare`]: which of the units differ from their twins. The end of one that is not in progress is ignored.
+    pub fn handle_compared(&mut self, run: Run, differ: &[bool]) {
+        if self.comparing.front() != Some(&run) {
+            return;
+        }
+        self.comparing.pop_front();
+        let mut changed = Vec::new();
+        for (unit, differs) in run.units().zip(differ) {
+            if *differs && !mutant!(ChangeForgotten) {
+                changed.push(unit);
+            } else {
+                self.released.remove(&unit);
+                self.end_flush(unit);
+            }
+        }
+        let round = self.releases.begun();
+        changed.retain(|unit| self.is_flushing(*unit));
+        for run in runs(changed, u32::MAX, |_, _| true) {
+            let first = u64::from(run.first);
+            self.sent.insert(first, run.count);
+            let units = run.count;
+            self.post(self.homes.of(first), first, round, Body::Flush { units });
+        }
+        // The homes read what they have been told of while the next units are compared.
+        self.compare();
+        self.try_end_release();
+    }
+
+    /// Takes the end of [`Action::Fetch`] or [`Action::Land`]: whether all has landed. A read that has failed comes before the news that its source is
+    /// gone.
     pub fn handle_fetched(&mut self, slot: usize, has_landed: bool) {
-        let Some(Flush { from, unit, request }) = self.slots[slot].take() else {
+        let Some(Begun { flush, lands }) = self.flushes.end(slot) else {
             return;
         };
-        self.fetching.remove(&(unit, from));
+        let Flush { from, run, request } = flush;
         if has_landed {
-            self.act(Action::Apply { unit, slot });
-            self.post(from, unit, request, Body::Flushed);
+            if !lands {
+                let mut units = self.units.range(run.units());
+                let is_shared = units.any(|(_, it)| it.state == State::Dirty);
+                self.act(Action::Apply {
+                    run,
+                    slot,
+                    from,
+                    is_shared,
+                });
+            }
+            let units = run.count;
+            self.post(from, run.first.into(), request, Body::Flushed { units });
+        }
+        if lands {
+            self.open_awaited(run);
         }
         self.fetch();
+    }
+
+    /// Takes the end of [`Action::Apply`]: which frames have the contents of the copies now.
+    pub fn handle_applied(&mut self, from: NodeId, run: Run, are_same: &[bool]) {
+        for (unit, is_same) in run.units().zip(are_same) {
+            let is_dirty = self.units.get(&unit).is_some_and(|it| it.state == State::Dirty);
+            let has_twin = *is_same || mutant!(DifferenceForgotten);
+            self.flushes.note(unit, (has_twin && !is_dirty).then_some(from));
+        }
     }
 
     /// Takes the end of [`Action::Look`]. One that nothing waits for is ignored.
@@ -351,8 +442,9 @@ impl Node {
             return;
         }
         self.peers.remove(epoch, gone);
-        self.queue.retain(|flush| !gone.contains(&flush.from));
-        self.fetching.retain(|(_, from)| !gone.contains(from));
+        self.flushes.forget(gone);
+        let sent = std::mem::take(&mut self.sent).into_iter();
+        self.sent = sent.filter(|(unit, _)| self.lost_with(*unit).is_none()).collect();
         let is_expelled = !self.peers.is_member(self.peers.own());
         let units: Vec<(u64, State)> = self.units.iter().map(|(unit, it)| (*unit, it.state)).collect();
         for (unit, state) in units {
@@ -420,16 +512,11 @@ impl Node {
         self.units.get(&unit).is_some_and(|it| it.wanted.is_some())
     }
 
-    /// Returns the homes that this node waits for, each with the unit. One that stays among them longer than the driver allows for is to be expelled.
+    /// Returns the homes that this node waits for, each with the first unit of a run. One that stays among them longer than the driver allows for is to
+    /// be expelled.
     pub fn waits(&self) -> impl Iterator<Item = Wait> {
         let own = self.peers.own();
-        let is_flushing = |unit: &&u64| {
-            self.units
-                .get(*unit)
-                .is_some_and(|it| it.state == State::Flushing)
-        };
-        let flushing = self.released.iter().filter(is_flushing);
-        flushing.map(move |unit| Wait {
+        self.sent.keys().map(move |unit| Wait {
             unit: *unit,
             request: (own, self.releases.begun()),
             node: self.homes.of(*unit),
@@ -459,11 +546,10 @@ impl Node {
         if message.region != self.region || unit >= self.number_of_units {
             return Err(Violation::NoSuchUnit);
         }
-        let home = self.homes.of(unit);
         match message.body {
-            Body::Flush if home == self.peers.own() => self.flush(Flush { from, unit, request }),
-            Body::Flushed if home == from => self.flushed(unit, request),
-            Body::Flush | Body::Flushed => Err(Violation::NotHome),
+            Body::Flush { units } => self.flush(from, unit, units, request),
+            Body::Flushed { units } if self.homes.of(unit) == from => self.flushed(unit, units, request),
+            Body::Flushed { .. } => Err(Violation::NotHome),
             _ => Err(Violation::Unexpected),
         }
     }
@@ -492,16 +578,35 @@ impl Node {
     /// Lets the program access a unit whose contents are there.
     fn open(&mut self, unit: u64, access: Access) {
         let right = access.needs();
+        let is_home = self.homes.of(unit) == self.peers.own();
         if access == Access::Read {
             self.set(unit, State::Clean, None);
+        } else if is_home && self.flushes.is_landing(unit) && !mutant!(LandingNotAwaited) {
+            if !self.units.contains_key(&unit) {
+                self.open(unit, Access::Read);
+            }
+            self.set(unit, State::Clean, Some(access));
+            return;
         } else {
-            if self.homes.of(unit) != self.peers.own() && !mutant!(TwinForgotten) {
+            if is_home {
+                self.flushes.note(unit, None);
+            } else if !mutant!(TwinForgotten) {
                 self.act(Action::Copy { unit });
             }
             self.set(unit, State::Dirty, None);
             self.dirty.insert(unit);
         }
         self.act(Action::Protect { unit, right });
+    }
+
+    /// Lets the program write units for which it has waited while a flush landed.
+    fn open_awaited(&mut self, run: Run) {
+        let is_awaited = |it: &Unit| it.state == State::Clean && it.wanted.is_some();
+        let awaited = self.units.range(run.units()).filter(|(_, it)| is_awaited(it));
+        let awaited: Vec<u64> = awaited.map(|(unit, _)| *unit).collect();
+        for unit in awaited {
+            self.open(unit, Access::Write);
+        }
     }
 
     fn set(&mut self, unit: u64, state: State, wanted: Option<Access>) {
@@ -564,10 +669,30 @@ impl Node {
             } else {
                 it.state = State::Flushing;
                 self.flushing += 1;
-                self.post(home, unit, round, Body::Flush);
             }
         }
+        let flushing = self
+            .released
+            .iter()
+            .copied()
+            .filter(|unit| self.is_flushing(*unit));
+        let have_one_home = |a, b| self.homes.of(a) == self.homes.of(b) || mutant!(HomesMixed);
+        self.comparing = runs(flushing, self.run_max, have_one_home).into();
+        self.compare();
         self.try_end_release();
+    }
+
+    /// Begins to compare the next units of the release.
+    fn compare(&mut self) {
+        if let Some(run) = self.comparing.front().copied() {
+            self.act(Action::Compare { run });
+        }
+    }
+
+    fn is_flushing(&self, unit: u64) -> bool {
+        self.units
+            .get(&unit)
+            .is_some_and(|it| it.state == State::Flushing)
     }
 
     /// Ends releases that wait for no home.
@@ -577,6 +702,7 @@ impl Node {
                 self.append();
             }
             self.released.clear();
+            self.comparing.clear();
             let begins_next = self.releases.end();
             self.act(Action::Ended);
             self.try_end_acquire();
@@ -589,51 +715,67 @@ impl Node {
 
     /// Adds the units of the release to the log, but those that are lost.
     fn append(&mut self) {
-        let mut runs: Vec<Run> = Vec::new();
-        for unit in &self.released {
-            let is_lost = |it: &Unit| matches!(it.state, State::Poisoned(_));
-            let (Ok(first), false) = (u32::try_from(*unit), self.units.get(unit).is_some_and(is_lost)) else {
-                continue;
-            };
-            match runs.last_mut() {
-                Some(last) if last.first + last.count == first => last.count += 1,
-                _ => runs.push(Run { first, count: 1 }),
-            }
-        }
+        let is_lost = |it: &Unit| matches!(it.state, State::Poisoned(_));
+        let is_here = |unit: &u64| !self.units.get(unit).is_some_and(is_lost);
+        let units = self.released.iter().copied().filter(is_here);
+        let runs = runs(units, u32::MAX, |_, _| true);
         self.actions
             .extend(runs.into_iter().map(|run| Action::Append { run }));
     }
 
-    /// Takes a flush of another node's unit, whose home is this node.
-    fn flush(&mut self, flush: Flush) -> Result<(), Violation> {
-        if !self.fetching.insert((flush.unit, flush.from)) {
-            return Err(Violation::Unexpected);
+    /// Takes a flush of another node's units, whose home is this node.
+    fn flush(&mut self, from: NodeId, unit: u64, units: u32, request: u64) -> Result<(), Violation> {
+        let own = self.peers.own();
+        let end = unit + u64::from(units);
+        if units == 0 || end > self.number_of_units {
+            return Err(Violation::NoSuchUnit);
         }
-        self.queue.push_back(flush);
+        if units > self.run_max {
+            return Err(Violation::TooMany);
+        }
+        if (unit..end).any(|unit| self.homes.of(unit) != own) {
+            return Err(Violation::NotHome);
+        }
+        let run = Run {
+            first: unit as u32,
+            count: units,
+        };
+        self.flushes.take(Flush { from, run, request })?;
         self.fetch();
         Ok(())
     }
 
     /// Begins the next flushes.
     fn fetch(&mut self) {
-        let free = |it: &Option<Flush>| it.is_none();
-        while let Some(slot) = self.slots.iter().position(free)
-            && let Some(flush) = self.queue.pop_front()
-        {
-            let Flush { from, unit, .. } = flush;
-            self.slots[slot] = Some(flush);
-            self.act(Action::Fetch { unit, slot, from });
+        while let Some((slot, Begun { flush, lands })) = self.flushes.begin() {
+            let Flush { from, run, .. } = flush;
+            self.act(match lands {
+                true => Action::Land { run, slot, from },
+                false => Action::Fetch { run, slot, from },
+            });
         }
     }
 
     /// Takes the home's answer.
-    fn flushed(&mut self, unit: u64, request: u64) -> Result<(), Violation> {
-        let round = self.releases.begun();
+    fn flushed(&mut self, unit: u64, units: u32, request: u64) -> Result<(), Violation> {
+        if self.sent.get(&unit) != Some(&units) || request != self.releases.begun() {
+            return Err(Violation::Unexpected);
+        }
+        self.sent.remove(&unit);
+        for unit in unit..unit + u64::from(units) {
+            self.end_flush(unit);
+        }
+        self.try_end_release();
+        Ok(())
+    }
+
+    /// Ends the flush of a unit: its home has what was written.
+    fn end_flush(&mut self, unit: u64) {
         let Some(it) = self.units.get_mut(&unit) else {
-            return Err(Violation::Unexpected);
+            return;
         };
-        if it.state != State::Flushing || request != round {
-            return Err(Violation::Unexpected);
+        if it.state != State::Flushing {
+            return;
         }
         self.flushing -= 1;
         let Unit { wanted, is_stale, .. } = *it;
@@ -646,8 +788,6 @@ impl Node {
             Some(access) => self.open(unit, access),
             None => {}
         }
-        self.try_end_release();
-        Ok(())
     }
 
     fn begin_acquire(&mut self) {
@@ -668,8 +808,7 @@ impl Node {
         let units: BTreeSet<u64> = match std::mem::take(&mut self.all_noticed) {
             true => self.units.keys().copied().collect(),
             false => {
-                let range = |run: &Run| run.first.into()..u64::from(run.first) + u64::from(run.count);
-                let cached = noticed.iter().flat_map(|run| self.units.range(range(run)));
+                let cached = noticed.iter().flat_map(|run| self.units.range(run.units()));
                 cached.map(|(unit, _)| *unit).collect()
             }
         };
@@ -721,4 +860,23 @@ impl Node {
             self.begin_acquire();
         }
     }
+}
+
+/// Groups units, which ascend, into runs of at most so many. A function returns whether two units may be in the same run.
+fn runs(units: impl IntoIterator<Item = u64>, max: u32, may_join: impl Fn(u64, u64) -> bool) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for unit in units {
+        match runs.last_mut() {
+            Some(last)
+                if last.units().end == unit && last.count < max && may_join(last.first.into(), unit) =>
+            {
+                last.count += 1;
+            }
+            _ => runs.push(Run {
+                first: unit as u32,
+                count: 1,
+            }),
+        }
+    }
+    runs
 }

@@ -11,7 +11,7 @@ use common::{LONG, MODES, Node, clusters, command, named, rounds, run_as_node, s
 use played::Played;
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
-use rdmux_dsm::{Error, FaultMode, Region, RegionOptions, Session};
+use rdmux_dsm::{Consistency, Error, FaultMode, Region, RegionOptions, Session};
 use rdmux_verbs::{RemoteBuffer, SendRequest};
 use rdmux_wire::dsm::frame::{FRAME_LEN, Frame};
 use rdmux_wire::dsm::joining::{Joining, Step};
@@ -26,22 +26,30 @@ const LEASE: Duration = Duration::from_secs(5);
 
 #[test]
 fn node() {
-    run_as_node(&[("bystander", bystander)]);
+    run_as_node(&[("bystander", bystander), ("releaser", releaser)]);
 }
 
-fn region(session: &Session) -> Result<Region<'_>, Error> {
-    session.region(&RegionOptions::new(PAGES * PAGE)?)
+fn region(session: &Session, consistency: Consistency) -> Result<Region<'_>, Error> {
+    session.region(&RegionOptions::new(PAGES * PAGE)?.consistency(consistency))
+}
+
+fn bystander(session: &Session) {
+    go(session, Consistency::Sequential);
+}
+
+fn releaser(session: &Session) {
+    go(session, Consistency::Release);
 }
 
 /// Adds to a word of its own in each page whose home is not the hostile node; tells when a node is missing, and goes on.
-fn bystander(session: &Session) {
-    let region = region(session).unwrap();
+fn go(session: &Session, consistency: Consistency) {
+    let region = region(session, consistency).unwrap();
     println!("@ begins");
     std::thread::scope(|scope| {
         if session.nodes() == NODES {
             scope.spawn(|| {
                 // The hostile node never makes it.
-                let error = self::region(session).unwrap_err();
+                let error = self::region(session, consistency).unwrap_err();
                 println!("@ misses {}: {error}", named(&error));
             });
         }
@@ -87,8 +95,12 @@ fn go_on(nodes: &mut [Node]) {
 
 /// Starts two nodes that live, and joins them as the third one.
 fn begin(mode: FaultMode) -> (Vec<Node>, Played) {
+    begin_with("bystander", mode)
+}
+
+fn begin_with(program: &str, mode: FaultMode) -> (Vec<Node>, Played) {
     let clusters = clusters(NODES, LEASE);
-    let start = |number: usize| Node::start(command(&[], "bystander", &clusters[number], mode));
+    let start = |number: usize| Node::start(command(&[], program, &clusters[number], mode));
     let mut nodes = vec![start(0), start(1)];
     let mut hostile = Played::join(&clusters[HOSTILE as usize]);
     assert_eq!(hostile.make_region(), PAGES);
@@ -312,6 +324,56 @@ fn hostile__message_ends_the_connection_to_its_sender_alone() {
     }
     go_on(&mut others);
     assert!(others.iter_mut().all(|node| !node.printed().contains("misses")));
+}
+
+/// A flush that a node has to leave for in a region with release consistency, where the node that it is sent to is the home of each third page,
+/// and a word of the others' error.
+const FLUSHES: [(&str, Attack, &str); 5] = [
+    (
+        "a flush of no pages",
+        |it, to| {
+            let mut message = emitted(about(to.into(), Body::Flush { units: 1 }));
+            message[44] = 0;
+            it.send(to, message);
+        },
+        "kind 10",
+    ),
+    (
+        "a flush of pages that the region lacks",
+        |it, to| it.send(to, emitted(about(u64::from(to) + 9, Body::Flush { units: 4 }))),
+        "does not have",
+    ),
+    (
+        "a flush of all pages that there may be",
+        |it, to| it.send(to, emitted(about(to.into(), Body::Flush { units: u32::MAX }))),
+        "does not have",
+    ),
+    (
+        "a flush of pages of several homes",
+        |it, to| it.send(to, emitted(about(to.into(), Body::Flush { units: 2 }))),
+        "another home",
+    ),
+    (
+        "the end of a flush that nobody has begun",
+        |it, to| it.send(to, emitted(about(HOSTILE.into(), Body::Flushed { units: 1 }))),
+        "asked for",
+    ),
+];
+
+#[test]
+fn hostile__flush_ends_the_part_of_its_sender_alone() {
+    for (number, (name, attack, word)) in FLUSHES.into_iter().enumerate() {
+        let to = number as u32 % HOSTILE;
+        let (mut nodes, mut hostile) = begin_with("releaser", MODES[number % 3]);
+        println!("{name}, to node {to}");
+        attack(&mut hostile, to);
+        hostile.pump_until(LONG, |it| it.peer(to).is_ended);
+        wait_for(&mut nodes, "@ misses 2: node 2 is gone: ");
+        let said = line(&mut nodes[to as usize], "@ misses");
+        println!("{said}");
+        assert!(said.contains(word), "{name}: {said}");
+        go_on(&mut nodes);
+    }
 }
 
 #[test]

@@ -54,21 +54,34 @@ const CAUGHT: [(Mutant, &str); 28] = [
 ];
 
 const TWO_LOCKS: &str = "2 nodes, 2 threads at one, 1 unit, 2 locks";
+const SHARED_FALSELY: &str = "2 nodes, 1 unit, false sharing between barriers";
 const AT_HOME: &str = "2 nodes, 2 threads at the home, 1 unit, 2 locks";
 
 /// The smallest set in which each defect of release consistency breaks a rule.
-const RELEASE_CAUGHT: [(Mutant, &str); 8] = [
+const RELEASE_CAUGHT: [(Mutant, &str); 14] = [
     (Mutant::NoticedEarly, "3 nodes, 1 unit, false sharing, 2 locks"),
     (Mutant::HomeUnprotected, AT_HOME),
     (Mutant::DirtyDropped, TWO_LOCKS),
     (Mutant::StaleTaken, TWO_LOCKS),
-    (
-        Mutant::TwinForgotten,
-        "2 nodes, 1 unit, false sharing between barriers",
-    ),
+    (Mutant::TwinForgotten, SHARED_FALSELY),
     (Mutant::RoundShared, "2 nodes, 2 threads at one, 2 units, 2 locks"),
-    (Mutant::LapForgotten, "3 nodes, 2 units, a log of one"),
+    (
+        Mutant::LapForgotten,
+        "3 nodes, 2 units, a log of one, flushes of one",
+    ),
     (Mutant::DepartureForgotten, "3 nodes, 1 unit, a crash of a writer"),
+    (Mutant::ChangeForgotten, TWO_LOCKS),
+    (Mutant::HomesMixed, "3 nodes, 2 units, a crash of a home"),
+    (Mutant::OthersOverwritten, SHARED_FALSELY),
+    (
+        Mutant::DifferenceForgotten,
+        "3 nodes, 1 unit, false sharing, releases without an acquire",
+    ),
+    (Mutant::LandingNotAwaited, SHARED_FALSELY),
+    (
+        Mutant::LandingOvertaken,
+        "3 nodes, 1 unit, false sharing, 2 locks",
+    ),
 ];
 
 const LOCK: &str = "lock, 2 nodes, crash";

@@ -10,16 +10,28 @@ const fn id(number: u32) -> NodeId {
     NodeId::new(number).unwrap()
 }
 
-/// Makes node 0, of the members 0, 1 and 2, which are the homes of the units 0, 1 and 2. It carries out two flushes at a time.
-fn node() -> Node {
+/// Makes node 0, of the members 0, 1 and 2, which are the homes of so many units each, in turn. It carries out two flushes at a time, of at most 4 units.
+fn node_of(units: u64) -> Node {
     let settings = Settings {
         region: 7,
-        units: 3,
-        homes: Homes::cyclic([id(0), id(1), id(2)], 1).unwrap(),
+        units: 3 * units,
+        homes: Homes::cyclic([id(0), id(1), id(2)], units).unwrap(),
         epoch: 0,
         members: (0..3).map(id).collect(),
     };
-    Node::new(id(0), &settings, 2)
+    Node::new(id(0), &settings, 2, 4)
+}
+
+fn node() -> Node {
+    node_of(1)
+}
+
+const FLUSH: Body = Body::Flush { units: 1 };
+const FLUSHED: Body = Body::Flushed { units: 1 };
+const NOTHING: [Action; 0] = [];
+
+fn run(first: u32, count: u32) -> Run {
+    Run { first, count }
 }
 
 fn actions(node: &mut Node) -> Vec<Action> {
@@ -40,25 +52,40 @@ fn take(node: &mut Node, (from, sequence): (u32, u64), unit: u64, body: Body) ->
     actions(node)
 }
 
+/// Has node 0 write units of other homes.
+fn write(node: &mut Node, units: std::ops::Range<u64>) {
+    for (task, unit) in (0..).zip(units) {
+        node.handle_fault(unit, Access::Write);
+        assert_eq!(actions(node), [Action::Pull { unit, task }]);
+        node.handle_pulled(unit, task, true);
+        let right = Right::Exclusive;
+        assert_eq!(
+            actions(node),
+            [Action::Copy { unit }, Action::Protect { unit, right }]
+        );
+    }
+}
+
+/// Returns receiver, first unit and content of the messages among actions.
+fn sent(actions: &[Action]) -> Vec<(NodeId, u64, Body)> {
+    let sent = actions.iter().filter_map(|it| match it {
+        Action::Send { to, message } => Some((*to, message.unit, message.body)),
+        _ => None,
+    });
+    sent.collect()
+}
+
 /// Has node 0 write unit 1, and begin to release it.
 fn releasing() -> Node {
     let mut node = node();
-    node.handle_fault(1, Access::Write);
-    assert_eq!(actions(&mut node), [Action::Pull { unit: 1, task: 0 }]);
-    node.handle_pulled(1, 0, true);
-    let right = Right::Exclusive;
-    assert_eq!(
-        actions(&mut node),
-        [Action::Copy { unit: 1 }, Action::Protect { unit: 1, right }]
-    );
+    write(&mut node, 1..2);
     assert_eq!(node.handle_release(), 1);
     let right = Right::Shared;
-    let all = actions(&mut node);
-    assert!(
-        matches!(&all[..], [protect, Action::Send { to, message }]
-            if *protect == Action::Protect { unit: 1, right } && *to == id(1) && message.body == Body::Flush),
-        "{all:?}"
-    );
+    let compare = Action::Compare { run: run(1, 1) };
+    assert_eq!(actions(&mut node), [Action::Protect { unit: 1, right }, compare]);
+    assert_eq!(node.waits().count(), 0);
+    node.handle_compared(run(1, 1), &[true]);
+    assert_eq!(sent(&actions(&mut node)), [(id(1), 1, FLUSH)]);
     assert_eq!(node.waits().map(|it| it.node).collect::<Vec<_>>(), [id(1)]);
     node
 }
@@ -66,10 +93,18 @@ fn releasing() -> Node {
 #[test]
 fn handle_message__that_no_correct_node_sends_accuses_and_changes_nothing() {
     for (from, unit, body, violation) in [
-        (2, 1, Body::Flushed, Violation::NotHome),
-        (1, 2, Body::Flush, Violation::NotHome),
-        (1, 3, Body::Flush, Violation::NoSuchUnit),
-        (2, 2, Body::Flushed, Violation::Unexpected),
+        (2, 1, FLUSHED, Violation::NotHome),
+        (1, 2, FLUSH, Violation::NotHome),
+        (1, 3, FLUSH, Violation::NoSuchUnit),
+        (
+            1,
+            u64::MAX,
+            Body::Flush { units: u32::MAX },
+            Violation::NoSuchUnit,
+        ),
+        (2, 2, FLUSHED, Violation::Unexpected),
+        (1, 1, Body::Flushed { units: 2 }, Violation::Unexpected),
+        (1, 1, Body::Flushed { units: u32::MAX }, Violation::Unexpected),
         (1, 1, Body::Recall(Right::Invalid), Violation::Unexpected),
     ] {
         let mut node = releasing();
@@ -79,38 +114,191 @@ fn handle_message__that_no_correct_node_sends_accuses_and_changes_nothing() {
         };
         assert_eq!(take(&mut node, (from, 0), unit, body), [accusation], "{body:?}");
         assert_eq!(node.released(1), None);
-        let run = Run { first: 1, count: 1 };
-        let ended = [Action::Append { run }, Action::Ended];
-        assert_eq!(take(&mut node, (1, 5), 1, Body::Flushed), ended);
+        let ended = [Action::Append { run: run(1, 1) }, Action::Ended];
+        assert_eq!(take(&mut node, (1, 5), 1, FLUSHED), ended);
         assert_eq!(node.released(1), Some(Ok(())));
     }
 }
 
+/// Node 0 is the home of the units 0 to 7, and of no others of 24.
 #[test]
-fn handle_message__to_flush_twice_at_once_is_refused_and_later_ones_wait_for_a_slot() {
+fn handle_message__to_flush_a_wrong_run_accuses_and_changes_nothing() {
+    for (unit, units, violation) in [
+        (0, 0, Violation::NoSuchUnit),
+        (23, 2, Violation::NoSuchUnit),
+        (0, 25, Violation::NoSuchUnit),
+        (0, u32::MAX, Violation::NoSuchUnit),
+        (0, 5, Violation::TooMany),
+        (6, 3, Violation::NotHome),
+        (7, 2, Violation::NotHome),
+        (8, 1, Violation::NotHome),
+        // Those of the node that are being flushed, and that wait.
+        (2, 2, Violation::Unexpected),
+        (0, 3, Violation::Unexpected),
+        (4, 1, Violation::Unexpected),
+    ] {
+        let mut node = node_of(8);
+        let land = |run, slot| Action::Land {
+            run,
+            slot,
+            from: id(1),
+        };
+        let two = Body::Flush { units: 2 };
+        assert_eq!(take(&mut node, (1, 0), 2, two), [land(run(2, 2), 0)]);
+        let others = Action::Land {
+            run: run(7, 1),
+            slot: 1,
+            from: id(2),
+        };
+        assert_eq!(take(&mut node, (2, 0), 7, FLUSH), [others]);
+        assert_eq!(take(&mut node, (1, 1), 4, two), NOTHING);
+        let accusation = Action::Accuse {
+            node: id(1),
+            violation,
+        };
+        let body = Body::Flush { units };
+        assert_eq!(
+            take(&mut node, (1, 2), unit, body),
+            [accusation],
+            "{units} units from {unit} on"
+        );
+        node.handle_fetched(0, true);
+        let all = actions(&mut node);
+        assert_eq!(sent(&all), [(id(1), 2, Body::Flushed { units: 2 })]);
+        assert_eq!(all[1..], [land(run(4, 2), 0)]);
+    }
+}
+
+#[test]
+fn handle_message__to_flush_what_others_have_written_reads_twins_and_waits_for_what_lands() {
     let mut node = node();
-    let fetch = |slot, from| Action::Fetch {
-        unit: 0,
+    let land = |slot, from| Action::Land {
+        run: run(0, 1),
         slot,
         from: id(from),
     };
-    assert_eq!(take(&mut node, (1, 0), 0, Body::Flush), [fetch(0, 1)]);
-    let violation = Violation::Unexpected;
-    let accusation = Action::Accuse {
-        node: id(1),
-        violation,
+    let fetch = |slot, from| Action::Fetch {
+        run: run(0, 1),
+        slot,
+        from: id(from),
     };
-    assert_eq!(take(&mut node, (1, 1), 0, Body::Flush), [accusation]);
-    assert_eq!(take(&mut node, (2, 0), 0, Body::Flush), [fetch(1, 2)]);
-    node.handle_fetched(1, true);
+    let apply = |slot, from, is_shared| Action::Apply {
+        run: run(0, 1),
+        slot,
+        from: id(from),
+        is_shared,
+    };
+    assert_eq!(take(&mut node, (1, 0), 0, FLUSH), [land(0, 1)]);
+    assert_eq!(take(&mut node, (2, 0), 0, FLUSH), NOTHING);
+    node.handle_fetched(0, true);
     let all = actions(&mut node);
-    let apply = Action::Apply { unit: 0, slot: 1 };
-    assert!(
-        matches!(&all[..], [first, Action::Send { to, message }]
-            if *first == apply && *to == id(2) && message.body == Body::Flushed && message.request == 1),
-        "{all:?}"
+    assert_eq!(sent(&all), [(id(1), 0, FLUSHED)]);
+    assert_eq!(all[1..], [fetch(0, 2)]);
+    // The copy of node 1 lacks what node 2 has written.
+    assert_eq!(take(&mut node, (1, 1), 0, FLUSH), [fetch(1, 1)]);
+    node.handle_fetched(0, true);
+    let all = actions(&mut node);
+    assert_eq!(all[0], apply(0, 2, false));
+    assert_eq!(sent(&all), [(id(2), 0, FLUSHED)]);
+    node.handle_applied(id(2), run(0, 1), &[false]);
+    node.handle_fetched(1, true);
+    assert_eq!(actions(&mut node)[0], apply(1, 1, false));
+    node.handle_applied(id(1), run(0, 1), &[true]);
+    // Copy and frame are the same now.
+    assert_eq!(take(&mut node, (1, 2), 0, FLUSH), [land(0, 1)]);
+    node.handle_fetched(0, true);
+    actions(&mut node);
+    // The home's program writes.
+    node.handle_fault(0, Access::Write);
+    actions(&mut node);
+    assert_eq!(take(&mut node, (1, 3), 0, FLUSH), [fetch(0, 1)]);
+    node.handle_fetched(0, true);
+    assert_eq!(actions(&mut node)[0], apply(0, 1, true));
+    node.handle_applied(id(1), run(0, 1), &[true]);
+    assert_eq!(take(&mut node, (1, 4), 0, FLUSH), [fetch(0, 1)]);
+}
+
+#[test]
+fn handle_fault__to_write_what_lands_waits_for_the_end() {
+    for has_landed in [true, false] {
+        for was_read in [true, false] {
+            let mut node = node();
+            let protect = |right| Action::Protect { unit: 0, right };
+            if was_read {
+                node.handle_fault(0, Access::Read);
+                assert_eq!(actions(&mut node), [protect(Right::Shared)]);
+            }
+            take(&mut node, (1, 0), 0, FLUSH);
+            node.handle_fault(0, Access::Write);
+            let read = match was_read {
+                true => vec![],
+                false => vec![protect(Right::Shared)],
+            };
+            assert_eq!(actions(&mut node), read);
+            assert!(node.is_awaited(0));
+            node.handle_fault(0, Access::Write);
+            assert_eq!(actions(&mut node), NOTHING);
+            node.handle_fetched(0, has_landed);
+            let all = actions(&mut node);
+            assert_eq!(sent(&all).len(), usize::from(has_landed));
+            assert_eq!(all.last(), Some(&protect(Right::Exclusive)));
+            assert!(!node.is_awaited(0));
+        }
+    }
+}
+
+/// Units 8 to 15 have home 1, 16 to 23 home 2.
+#[test]
+fn handle_release__tells_homes_of_runs_that_have_changed_and_logs_no_others() {
+    let mut node = node_of(8);
+    write(&mut node, 10..18);
+    assert_eq!(node.handle_release(), 1);
+    let all = actions(&mut node);
+    assert_eq!(all[8..], [Action::Compare { run: run(10, 4) }]);
+    node.handle_compared(run(10, 4), &[true, true, false, true]);
+    let all = actions(&mut node);
+    let flush = |node, unit: u64, units| (id(node), unit, Body::Flush { units });
+    assert_eq!(sent(&all), [flush(1, 10, 2), flush(1, 13, 1)]);
+    assert_eq!(all[2..], [Action::Compare { run: run(14, 2) }]);
+    node.handle_compared(run(14, 2), &[true, true]);
+    let all = actions(&mut node);
+    assert_eq!(sent(&all), [flush(1, 14, 2)]);
+    assert_eq!(all[1..], [Action::Compare { run: run(16, 2) }]);
+    node.handle_compared(run(16, 2), &[false, false]);
+    assert_eq!(actions(&mut node), NOTHING);
+    for (sequence, (unit, units)) in (0..).zip([(13, 1), (10, 2), (14, 2)]) {
+        assert_eq!(node.released(1), None);
+        let all = take(&mut node, (1, sequence), unit, Body::Flushed { units });
+        let ended = [
+            Action::Append { run: run(10, 2) },
+            Action::Append { run: run(13, 3) },
+            Action::Ended,
+        ];
+        assert_eq!(all, if unit == 14 { &ended[..] } else { &[] });
+    }
+    assert_eq!(node.released(1), Some(Ok(())));
+}
+
+#[test]
+fn handle_release__of_units_that_have_not_changed_ends_at_once() {
+    let mut node = node();
+    write(&mut node, 1..2);
+    let round = node.handle_release();
+    actions(&mut node);
+    // A thread writes it while it is compared.
+    node.handle_fault(1, Access::Write);
+    node.handle_compared(run(1, 1), &[false]);
+    let right = Right::Exclusive;
+    assert_eq!(
+        actions(&mut node),
+        [
+            Action::Copy { unit: 1 },
+            Action::Protect { unit: 1, right },
+            Action::Ended
+        ]
     );
-    assert_eq!(take(&mut node, (2, 1), 0, Body::Flush), [fetch(1, 2)]);
+    assert_eq!(node.released(round), Some(Ok(())));
+    assert_eq!(node.handle_release(), round + 1);
 }
 
 #[test]
@@ -152,16 +340,17 @@ fn handle_gone__of_a_home_ends_the_release() {
 
 /// Has an event happen to a node whose peers send anything. Returns the rounds of a release or an acquire that it began.
 fn happen(node: &mut Node, sequence: u64, dice: &mut ChaCha8Rng) -> (Option<u64>, Option<u64>) {
-    const BODIES: [Body; 5] = [
-        Body::Flush,
-        Body::Flushed,
-        Body::Flushed,
+    const BODIES: [Body; 6] = [
+        FLUSH,
+        Body::Flush { units: 2 },
+        FLUSHED,
+        FLUSHED,
         Body::Yielded,
         Body::Refuse(id(1)),
     ];
     let mut number = |below: u32| dice.next_u32() % below;
     let (unit, from) = (u64::from(number(3)), id(1 + number(2)));
-    match number(8) {
+    match number(10) {
         0 => node.handle_fault(unit, [Access::Read, Access::Write][number(2) as usize]),
         1 | 2 => {
             let message = Message {
@@ -170,7 +359,7 @@ fn happen(node: &mut Node, sequence: u64, dice: &mut ChaCha8Rng) -> (Option<u64>
                 sequence,
                 request: number(6).into(),
                 unit: unit + u64::from(number(8) / 7),
-                body: BODIES[number(5) as usize],
+                body: BODIES[number(6) as usize],
             };
             node.handle_message(from, &message).unwrap();
         }
@@ -185,7 +374,9 @@ fn happen(node: &mut Node, sequence: u64, dice: &mut ChaCha8Rng) -> (Option<u64>
             };
             node.handle_looked(from, looked);
         }
-        6 => return (Some(node.handle_release()), None),
+        6 => node.handle_compared(run(number(3), 1), &[number(2) == 0]),
+        7 => node.handle_applied(from, run(number(3), 1), &[number(2) == 0]),
+        8 => return (Some(node.handle_release()), None),
         _ => return (None, Some(node.handle_acquire())),
     }
     (None, None)

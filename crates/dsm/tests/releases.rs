@@ -10,7 +10,7 @@ use std::time::Duration;
 use common::{MODES, Node, named, run, run_as_node, run_with, start, stay, wait_for};
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
-use rdmux_dsm::{Consistency, Error, Region, RegionOptions, Session};
+use rdmux_dsm::{Consistency, Error, Placement, Region, RegionOptions, Session};
 use rustix::process::Signal;
 
 const PAGE: usize = 4096;
@@ -23,6 +23,7 @@ fn node() {
         ("locked", locked),
         ("queue", queue),
         ("counted", counted),
+        ("filled", filled),
         ("homeless", homeless),
         ("busy", busy),
     ]);
@@ -186,6 +187,56 @@ fn barrier__takes_away_the_pages_that_were_written_and_no_others() {
     }
 }
 
+/// Node 0 writes all bytes of pages whose home is node 1, but one of each page, which node 1 writes in some rounds.
+fn filled(session: &Session) {
+    const PAGES: usize = 40;
+    const ROUNDS: u8 = 12;
+    /// Messages of a release: of 40 pages, each is about 64 KiB at most.
+    const RUNS: u64 = 3;
+    let mut options = RegionOptions::new(2 * (PAGES * PAGE) as u64)
+        .unwrap()
+        .consistency(Consistency::Release);
+    options.homes = Placement::InTurn(PAGES as u64);
+    let region = session.region(&options).unwrap();
+    let mut thread = session.thread(0).unwrap();
+    let at = |page: usize| ((PAGES + page) * PAGE) as u64;
+    let mut of_home = 0;
+    for round in 1..=ROUNDS {
+        // In the last round node 0 writes what is there.
+        let value = round.min(ROUNDS - 1);
+        let is_written = matches!(round, 3..5 | 8);
+        if is_written {
+            of_home = 100 + round;
+        }
+        for page in 0..PAGES {
+            if session.node() == 0 {
+                region.write(at(page), &[value]).unwrap();
+                region.write(at(page) + 2, &[value; PAGE - 2]).unwrap();
+            } else if is_written {
+                region.write(at(page) + 1, &[of_home]).unwrap();
+            }
+        }
+        thread.barrier(0, all(session, 1)).unwrap();
+        let mut expected = [value; PAGE];
+        expected[1] = of_home;
+        for page in 0..PAGES {
+            let mut bytes = [0; PAGE];
+            region.read(at(page), &mut bytes).unwrap();
+            assert!(bytes == expected, "page {page} of round {round}");
+        }
+        thread.barrier(0, all(session, 1)).unwrap();
+    }
+    // Each flush has an answer, and the last round needs none.
+    assert_eq!(region.stat().messages, u64::from(ROUNDS - 1) * RUNS);
+}
+
+#[test]
+fn barrier__releases_whole_pages_by_runs_and_keeps_bytes_of_others() {
+    for mode in MODES {
+        run("filled", 2, mode);
+    }
+}
+
 #[test]
 fn packets__that_are_lost_change_no_contents() {
     let network = [
@@ -194,6 +245,7 @@ fn packets__that_are_lost_change_no_contents() {
     ];
     run_with("shared", 3, MODES[1], &network);
     run_with("locked", 3, MODES[0], &network);
+    run_with("filled", 2, MODES[2], &network);
 }
 
 const LEASE: Duration = Duration::from_secs(8);

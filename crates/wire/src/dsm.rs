@@ -14,9 +14,9 @@
 //! | 8..16 | epoch of the membership at the sender |
 //! | 16..24 | sequence: number of messages from this sender to this receiver before this one |
 //! | 24..32 | request: the number that the node which asks has given to its Ask; all messages that it causes repeat it |
-//! | 32..40 | unit |
+//! | 32..40 | unit; of kinds 10 and 11 the first one |
 //! | 40..44 | a node plus 1, of kind 4 (0 if there is none), 7 and 9; otherwise 0 |
-//! | 44..48 | 0 |
+//! | 44..48 | number of units in a row, of kinds 10 and 11, not 0; otherwise 0 |
 //!
 //! | kind | from | meaning |
 //! |---|---|---|
@@ -29,8 +29,8 @@
 //! | 7 Refuse | home | the unit was lost with the node |
 //! | 8 Locate | node | it wants to know the home, and to be it if there is none (to the unit's registrar, of regions with homes by first touch) |
 //! | 9 Home | registrar | the answer to Locate: the node is the home |
-//! | 10 Flush | node | read the unit and its twin from the sender, store the bytes that differ, and answer Flushed (of regions with release consistency) |
-//! | 11 Flushed | home | the answer to Flush: who reads the unit from the home has the sender's writes |
+//! | 10 Flush | node | read what it has written of the units, and answer Flushed (of regions with release consistency) |
+//! | 11 Flushed | home | the answer to Flush: who reads the units from the home has the receiver's writes |
 //!
 //! Regions with release consistency have kinds 10 and 11 and no other ones. [`notice`] has what their nodes read from each other besides contents.
 //!
@@ -110,10 +110,16 @@ pub enum Body {
     Locate,
     /// The unit's home is this node.
     Home(NodeId),
-    /// The receiver must read the unit and its twin from the sender, store the bytes that differ, and answer [`Body::Flushed`].
-    Flush,
+    /// The receiver must read from the sender what that has written of some units, the message's and those behind it, and answer [`Body::Flushed`].
+    Flush {
+        /// Number of the units, not 0.
+        units: u32,
+    },
     /// The receiver's writes of the [`Body::Flush`] are in the sender's memory.
-    Flushed,
+    Flushed {
+        /// Number of the units, as in the [`Body::Flush`].
+        units: u32,
+    },
 }
 
 /// A message.
@@ -127,7 +133,7 @@ pub struct Message {
     pub sequence: u64,
     /// Number of the request which the message belongs to, at the node that asked.
     pub request: u64,
-    /// Unit of the region.
+    /// Unit of the region, the first one if the message is about several.
     pub unit: u64,
     /// Kind and content.
     pub body: Body,
@@ -137,15 +143,16 @@ impl Message {
     /// Reads a message.
     ///
     /// # Errors
-    /// Another length than [`MESSAGE_LEN`], an undefined kind, a right or a node that the kind cannot have, or reserved bytes that are not 0.
+    /// Another length than [`MESSAGE_LEN`], an undefined kind, a right, a node or a number of units that the kind cannot have, or reserved bytes that
+    /// are not 0.
     pub fn parse(bytes: &[u8]) -> Result<Message, Malformed> {
         need("message of a shared memory", bytes, MESSAGE_LEN)?;
         if bytes.len() > MESSAGE_LEN {
             return undefined("length of a message", bytes.len() as u64);
         }
-        let reserved = [le16(bytes, 2).into(), le32(bytes, 44)];
-        if let Some(value) = reserved.into_iter().find(|it| *it != 0) {
-            return undefined("reserved bytes of a message", value.into());
+        let reserved = le16(bytes, 2);
+        if reserved != 0 {
+            return undefined("reserved bytes of a message", reserved.into());
         }
         Ok(Message {
             region: le32(bytes, 4),
@@ -153,13 +160,17 @@ impl Message {
             sequence: le64(bytes, 16),
             request: le64(bytes, 24),
             unit: le64(bytes, 32),
-            body: Body::parse(bytes[0], bytes[1], le32(bytes, 40))?,
+            body: Body::parse(bytes[0], bytes[1], le32(bytes, 40), le32(bytes, 44))?,
         })
     }
 
     /// Writes the message.
     pub fn emit(&self, bytes: &mut [u8; MESSAGE_LEN]) {
         let (kind, right, node) = self.body.fields();
+        let units = match self.body {
+            Body::Flush { units } | Body::Flushed { units } => units,
+            _ => 0,
+        };
         bytes.fill(0);
         bytes[0] = kind;
         bytes[1] = right as u8;
@@ -169,28 +180,29 @@ impl Message {
         put(bytes, 24, &self.request.to_le_bytes());
         put(bytes, 32, &self.unit.to_le_bytes());
         put(bytes, 40, &node.map_or(0, |node| node.0 + 1).to_le_bytes());
+        put(bytes, 44, &units.to_le_bytes());
     }
 }
 
 impl Body {
-    fn parse(kind: u8, right: u8, node: u32) -> Result<Body, Malformed> {
+    fn parse(kind: u8, right: u8, node: u32, units: u32) -> Result<Body, Malformed> {
         let Some(&right) = Right::VARIANTS.iter().find(|it| **it as u8 == right) else {
             return undefined("right of a message", right.into());
         };
         let node = node.checked_sub(1).map(NodeId);
-        let body = match (kind, right, node) {
-            (1, Right::Shared | Right::Exclusive, None) => Body::Ask(right),
-            (2, Right::Invalid | Right::Shared, None) => Body::Recall(right),
-            (3, Right::Invalid, None) => Body::Yielded,
-            (4, Right::Shared | Right::Exclusive, source) => Body::Grant { right, source },
-            (5, Right::Invalid, None) => Body::Installed,
-            (6, Right::Invalid, None) => Body::Failed,
-            (7, Right::Invalid, Some(node)) => Body::Refuse(node),
-            (8, Right::Invalid, None) => Body::Locate,
-            (9, Right::Invalid, Some(node)) => Body::Home(node),
-            (10, Right::Invalid, None) => Body::Flush,
-            (11, Right::Invalid, None) => Body::Flushed,
-            _ => return undefined("kind, right and node of a message", kind.into()),
+        let body = match (kind, right, node, units) {
+            (1, Right::Shared | Right::Exclusive, None, 0) => Body::Ask(right),
+            (2, Right::Invalid | Right::Shared, None, 0) => Body::Recall(right),
+            (3, Right::Invalid, None, 0) => Body::Yielded,
+            (4, Right::Shared | Right::Exclusive, source, 0) => Body::Grant { right, source },
+            (5, Right::Invalid, None, 0) => Body::Installed,
+            (6, Right::Invalid, None, 0) => Body::Failed,
+            (7, Right::Invalid, Some(node), 0) => Body::Refuse(node),
+            (8, Right::Invalid, None, 0) => Body::Locate,
+            (9, Right::Invalid, Some(node), 0) => Body::Home(node),
+            (10, Right::Invalid, None, 1..) => Body::Flush { units },
+            (11, Right::Invalid, None, 1..) => Body::Flushed { units },
+            _ => return undefined("kind, right, node and units of a message", kind.into()),
         };
         Ok(body)
     }
@@ -206,8 +218,8 @@ impl Body {
             Body::Refuse(node) => (7, Right::Invalid, Some(node)),
             Body::Locate => (8, Right::Invalid, None),
             Body::Home(node) => (9, Right::Invalid, Some(node)),
-            Body::Flush => (10, Right::Invalid, None),
-            Body::Flushed => (11, Right::Invalid, None),
+            Body::Flush { .. } => (10, Right::Invalid, None),
+            Body::Flushed { .. } => (11, Right::Invalid, None),
         }
     }
 }
@@ -222,7 +234,7 @@ mod tests {
 
     const NODE: NodeId = NodeId(0x0a0b_0c0d);
 
-    const BODIES: [Body; 16] = [
+    const BODIES: [Body; 17] = [
         Body::Ask(Right::Shared),
         Body::Ask(Right::Exclusive),
         Body::Recall(Right::Invalid),
@@ -237,8 +249,9 @@ mod tests {
         Body::Refuse(NODE),
         Body::Locate,
         Body::Home(NODE),
-        Body::Flush,
-        Body::Flushed,
+        Body::Flush { units: 1 },
+        Body::Flush { units: 0x4142_4344 },
+        Body::Flushed { units: u32::MAX },
     ];
 
     const fn grant(right: Right, source: Option<NodeId>) -> Body {
@@ -268,6 +281,9 @@ mod tests {
             0x38, 0x37, 0x36, 0x35, 0x34, 0x33, 0x32, 0x31, 0x0e, 0x0c, 0x0b, 0x0a, 0, 0, 0, 0,
         ];
         assert_eq!(emitted(grant(Right::Exclusive, Some(NODE))).1, expected);
+        let flush = emitted(Body::Flush { units: 0x4142_4344 }).1;
+        assert_eq!(flush[..4], [10, 0, 0, 0]);
+        assert_eq!(flush[40..], [0, 0, 0, 0, 0x44, 0x43, 0x42, 0x41]);
     }
 
     #[test]
@@ -287,11 +303,21 @@ mod tests {
 
     #[test]
     fn message__with_reserved_bytes_is_refused_with_their_value() {
-        for at in [2, 44] {
-            let (_, mut bytes) = emitted(Body::Yielded);
-            bytes[at] = 9;
-            let (what, value) = ("reserved bytes of a message", 9);
-            assert_eq!(Message::parse(&bytes), Err(Malformed::Undefined { what, value }));
+        let (_, mut bytes) = emitted(Body::Yielded);
+        bytes[2] = 9;
+        let (what, value) = ("reserved bytes of a message", 9);
+        assert_eq!(Message::parse(&bytes), Err(Malformed::Undefined { what, value }));
+    }
+
+    #[test]
+    fn message__has_units_if_it_is_about_a_flush_and_no_other_time() {
+        for body in BODIES {
+            let (message, mut bytes) = emitted(body);
+            let units = le32(&bytes, 44);
+            let is_flush = matches!(body, Body::Flush { .. } | Body::Flushed { .. });
+            assert_eq!(units > 0, is_flush, "{message:?}");
+            bytes[44..].copy_from_slice(&u32::from(!is_flush).to_le_bytes());
+            assert!(Message::parse(&bytes).is_err(), "{message:?}");
         }
     }
 

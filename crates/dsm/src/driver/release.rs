@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicU64;
 
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{Access as Rights, MemoryRegion, ProtectionDomain, RKey, RemoteBuffer, Sge};
-use rdmux_wire::dsm::notice::{HEADER_LEN, LOG_LEN};
+use rdmux_wire::dsm::notice::{HEADER_LEN, LOG_LEN, Run};
 use rdmux_wire::dsm::{MESSAGE_LEN, Message, NodeId};
 
 use super::{Driver, Pull, Read, Region};
@@ -20,7 +20,10 @@ use crate::release::{Action, Looked, Node, diff, log};
 use crate::session::Error;
 
 /// Flushes of other nodes that are carried out at a time.
-const SLOTS: usize = 16;
+const SLOTS: usize = 8;
+
+/// Bytes of the units of a flush at most, if it has several. All nodes have the same number.
+const RUN_BYTES: u64 = 64 << 10;
 
 /// Memory of a region with release consistency beside its frames. Others read the twins and the log. What is not used takes no memory.
 #[derive(Debug)]
@@ -32,8 +35,8 @@ pub(crate) struct Shadow {
     keys: Vec<Option<RemoteBuffer>>,
 }
 
-/// Places in a shadow, in bytes, at each node the same: the twins of the units, the node's log, two copies of a unit for each flush, and copies of
-/// the others' logs.
+/// Places in a shadow, in bytes, at each node the same: the twins of the units, the node's log, copies of units and their twins for each flush, and
+/// copies of the others' logs.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
     frames: u64,
@@ -41,13 +44,34 @@ struct Layout {
 }
 
 impl Layout {
+    /// Returns the units of a flush at most.
+    fn run_max(&self) -> u32 {
+        (RUN_BYTES / self.unit).max(1) as u32
+    }
+
+    /// Returns the bytes of units.
+    fn bytes(&self, run: Run) -> Range<u64> {
+        let units = run.units();
+        units.start * self.unit..units.end * self.unit
+    }
+
     fn log(&self) -> u64 {
         self.frames
     }
 
+    /// Returns the place of the copies of a flush.
     fn slot(&self, slot: usize) -> u64 {
         let logs = (LOG_LEN as u64).next_multiple_of(self.unit);
-        self.log() + logs + 2 * self.unit * slot as u64
+        self.log() + logs + 2 * self.run_bytes() * slot as u64
+    }
+
+    /// Returns the place of the twins of a flush.
+    fn slot_twins(&self, slot: usize) -> u64 {
+        self.slot(slot) + self.run_bytes()
+    }
+
+    fn run_bytes(&self) -> u64 {
+        self.unit * u64::from(self.run_max())
     }
 
     fn look(&self, node: u32) -> u64 {
@@ -135,10 +159,12 @@ impl Reads {
 /// Reads of another node's memory that only regions with release consistency have.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum ReleaseRead {
-    /// A copy of a unit for a flush, into a slot.
-    Copy { unit: u64, slot: usize },
-    /// Its twin.
-    Twin { unit: u64, slot: usize },
+    /// Copies of units for a flush, into a slot.
+    Copies { run: Run, slot: usize },
+    /// Their twins.
+    Twins { run: Run, slot: usize },
+    /// Units for the flush of a slot, into the frames.
+    Frames { run: Run, slot: usize },
     /// The header of a log.
     Header,
     /// Bytes of a log, and then its header again.
@@ -160,7 +186,10 @@ impl Coherence {
     /// Makes the part of a node.
     pub(super) fn new(own: NodeId, settings: &protocol::Settings, shadow: Option<Shadow>) -> Coherence {
         match shadow {
-            Some(shadow) => Coherence::Release(Box::new(Part::new(Node::new(own, settings, SLOTS), shadow))),
+            Some(shadow) => {
+                let node = Node::new(own, settings, SLOTS, shadow.layout.run_max());
+                Coherence::Release(Box::new(Part::new(node, shadow)))
+            }
             None => Coherence::Sequential(Box::new(protocol::Node::new(own, settings))),
         }
     }
@@ -343,17 +372,47 @@ impl Driver {
                 self.changes += 1;
                 self.note_failure(poisoned);
             }
-            Action::Fetch { unit, slot, from } => {
+            Action::Compare { run } => {
+                let differs = |unit: u64| {
+                    let at = unit * shadow.layout.unit;
+                    diff::differ(words(&region.pages, at, shadow), shadow.words(at))
+                };
+                let differ: Vec<bool> = run.units().map(differs).collect();
+                part.node.handle_compared(run, &differ);
+            }
+            Action::Fetch { run, slot, from } => {
                 part.fetches[slot].begin(2);
-                for read in [ReleaseRead::Copy { unit, slot }, ReleaseRead::Twin { unit, slot }] {
+                for read in [
+                    ReleaseRead::Copies { run, slot },
+                    ReleaseRead::Twins { run, slot },
+                ] {
                     self.read_from(number, from, Read::Release(read));
                 }
             }
-            Action::Apply { unit, slot } => {
+            Action::Land { run, slot, from } => {
+                part.fetches[slot].begin(1);
+                self.read_from(number, from, Read::Release(ReleaseRead::Frames { run, slot }));
+            }
+            Action::Apply {
+                run,
+                slot,
+                from,
+                is_shared,
+            } => {
                 let Layout { unit: bytes, .. } = shadow.layout;
-                let at = shadow.layout.slot(slot);
-                let frame = words(&region.pages, unit * bytes, shadow);
-                diff::store_changes(shadow.words(at), shadow.words(at + bytes), frame);
+                let (copies, twins) = (shadow.layout.slot(slot), shadow.layout.slot_twins(slot));
+                let store = |(index, unit): (u64, u64)| {
+                    let copy = shadow.words(copies + index * bytes);
+                    let twin = shadow.words(twins + index * bytes);
+                    let frame = words(&region.pages, unit * bytes, shadow);
+                    if is_shared {
+                        diff::store_changes_beside_writers(copy, twin, frame);
+                        return false;
+                    }
+                    diff::store_changes(copy, twin, frame)
+                };
+                let are_same: Vec<bool> = (0..).zip(run.units()).map(store).collect();
+                part.node.handle_applied(from, run, &are_same);
             }
             Action::Append { run } => {
                 log::append(shadow.memory.mapping(), shadow.layout.log() as usize, run);
@@ -382,7 +441,10 @@ impl Driver {
             fetches,
             looks,
         } = &mut **part;
-        if let ReleaseRead::Copy { slot, .. } | ReleaseRead::Twin { slot, .. } = read {
+        if let ReleaseRead::Copies { slot, .. }
+        | ReleaseRead::Twins { slot, .. }
+        | ReleaseRead::Frames { slot, .. } = read
+        {
             if let Some(have_landed) = fetches[slot].end(has_landed) {
                 node.handle_fetched(slot, have_landed);
             }
@@ -443,17 +505,26 @@ impl Region {
         let Shadow { mr, layout, keys, .. } = &part.shadow;
         let from = from as usize;
         let shadow = keys.get(from).copied().flatten()?;
+        let frames = self.keys.get(from).copied().flatten();
         let (key, at, into, len) = match read {
-            ReleaseRead::Copy { unit, slot } => {
-                let frames = self.keys.get(from).copied().flatten()?;
-                (frames, unit * layout.unit, layout.slot(slot), layout.unit)
+            ReleaseRead::Frames { run, .. } => {
+                let bytes = layout.bytes(run);
+                let into = self.mr.sge(bytes.start, (bytes.end - bytes.start) as u32);
+                return Some((into, frames?.slice(bytes)?));
             }
-            ReleaseRead::Twin { unit, slot } => (
-                shadow,
-                unit * layout.unit,
-                layout.slot(slot) + layout.unit,
-                layout.unit,
-            ),
+            ReleaseRead::Copies { run, slot } => {
+                let bytes = layout.bytes(run);
+                (frames?, bytes.start, layout.slot(slot), bytes.end - bytes.start)
+            }
+            ReleaseRead::Twins { run, slot } => {
+                let bytes = layout.bytes(run);
+                (
+                    shadow,
+                    bytes.start,
+                    layout.slot_twins(slot),
+                    bytes.end - bytes.start,
+                )
+            }
             ReleaseRead::Header => (shadow, layout.log(), layout.look(from as u32), HEADER_LEN as u64),
             ReleaseRead::Rest { start, end } => {
                 let (start, len) = (u64::from(start), u64::from(end - start));

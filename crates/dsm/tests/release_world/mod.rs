@@ -36,6 +36,8 @@ pub(crate) struct Worlds {
     pub(crate) threads: &'static [(usize, &'static [Op])],
     /// Flushes that a home carries out at a time.
     pub(crate) slots: usize,
+    /// Units of a flush at most.
+    pub(crate) run_max: u32,
     /// Units that a log has room for.
     pub(crate) log: usize,
     pub(crate) duplicates: usize,
@@ -81,9 +83,16 @@ enum Task {
         found: Option<Words>,
     },
     Fetch {
-        unit: usize,
+        run: Run,
         slot: usize,
         from: usize,
+    },
+    /// As `Fetch`, into the frames.
+    Land {
+        run: Run,
+        slot: usize,
+        from: usize,
+        found: Option<Vec<Words>>,
     },
     Look {
         from: usize,
@@ -101,7 +110,8 @@ struct Site {
     lost: Vec<bool>,
     frames: Vec<Words>,
     twins: Vec<Words>,
-    slots: Vec<(Words, Words)>,
+    /// Copies and twins.
+    slots: Vec<Vec<(Words, Words)>>,
     log: Vec<u32>,
     seen: Vec<usize>,
     tasks: Vec<Task>,
@@ -210,14 +220,14 @@ impl Worlds {
             members: (0..self.sites).map(id).collect(),
         };
         let make = |number| Site {
-            node: Node::new(id(number), &settings, self.slots),
+            node: Node::new(id(number), &settings, self.slots, self.run_max),
             is_up: true,
             epoch: 0,
             rights: vec![Right::Invalid; units],
             lost: vec![false; units],
             frames: vec![[0; WORDS]; units],
             twins: vec![[0; WORDS]; units],
-            slots: vec![Default::default(); self.slots],
+            slots: vec![vec![]; self.slots],
             log: vec![],
             seen: vec![0; self.sites],
             tasks: vec![],
@@ -359,14 +369,14 @@ impl World {
             .into_iter()
             .partition(|task| match task {
                 Task::Pull { unit, .. } => worlds.homes[*unit] == gone,
-                Task::Fetch { from, .. } | Task::Look { from, .. } => *from == gone,
+                Task::Fetch { from, .. } | Task::Land { from, .. } | Task::Look { from, .. } => *from == gone,
             });
         self.sites[number].tasks = left;
         let node = &mut self.sites[number].node;
         for task in ended {
             match task {
                 Task::Pull { unit, task, .. } => node.handle_pulled(unit as u64, task, false),
-                Task::Fetch { slot, .. } => node.handle_fetched(slot, false),
+                Task::Fetch { slot, .. } | Task::Land { slot, .. } => node.handle_fetched(slot, false),
                 Task::Look { from, .. } => node.handle_looked(id(from), Looked::Failed),
             }
         }
@@ -378,19 +388,21 @@ impl World {
         let task = self.sites[number].tasks.remove(task);
         let from = match task {
             Task::Pull { unit, .. } => worlds.homes[unit],
-            Task::Fetch { from, .. } | Task::Look { from, .. } => from,
+            Task::Fetch { from, .. } | Task::Land { from, .. } | Task::Look { from, .. } => from,
         };
         let source = &self.sites[from];
         let has_found = matches!(
             task,
-            Task::Pull { found: Some(_), .. } | Task::Look { found: Some(_), .. }
+            Task::Pull { found: Some(_), .. }
+                | Task::Land { found: Some(_), .. }
+                | Task::Look { found: Some(_), .. }
         );
         if !source.is_up && !has_found {
             // It fails when the node is known to be gone.
             let site = &mut self.sites[number];
             match task {
                 Task::Pull { unit, task, .. } => site.node.handle_pulled(unit as u64, task, false),
-                Task::Fetch { slot, .. } => site.node.handle_fetched(slot, false),
+                Task::Fetch { slot, .. } | Task::Land { slot, .. } => site.node.handle_fetched(slot, false),
                 Task::Look { from, .. } => site.node.handle_looked(id(from), Looked::Failed),
             }
             return self.carry_out(number);
@@ -435,15 +447,40 @@ impl World {
                 site.frames[unit] = words;
                 site.node.handle_pulled(unit as u64, task, true);
             }
-            Task::Fetch { unit, slot, from } => {
-                let copies = (source.frames[unit], source.twins[unit]);
-                if source.rights[unit] == Right::Exclusive {
-                    return Err(format!(
-                        "site {number} fetches unit {unit} that site {from} writes"
-                    ));
-                }
+            Task::Fetch { run, slot, from } => {
+                source.check_written(run, number, from)?;
+                let copies = units(run).map(|unit| (source.frames[unit], source.twins[unit]));
+                let copies = copies.collect();
                 let site = &mut self.sites[number];
                 site.slots[slot] = copies;
+                site.node.handle_fetched(slot, true);
+            }
+            Task::Land {
+                run,
+                slot,
+                from,
+                found: None,
+            } => {
+                source.check_written(run, number, from)?;
+                let found = Some(units(run).map(|unit| source.frames[unit]).collect());
+                self.sites[number].tasks.push(Task::Land {
+                    run,
+                    slot,
+                    from,
+                    found,
+                });
+                return Ok(());
+            }
+            Task::Land {
+                run,
+                slot,
+                found: Some(found),
+                ..
+            } => {
+                let site = &mut self.sites[number];
+                for (unit, words) in units(run).zip(found) {
+                    site.frames[unit] = words;
+                }
                 site.node.handle_fetched(slot, true);
             }
             Task::Look {
@@ -486,16 +523,42 @@ impl World {
                     site.lost[unit as usize] = true;
                     site.rights[unit as usize] = Right::Invalid;
                 }
-                Action::Fetch { unit, slot, from } => site.tasks.push(Task::Fetch {
-                    unit: unit as usize,
+                Action::Compare { run } => {
+                    let differ = units(run).map(|unit| site.frames[unit] != site.twins[unit]);
+                    let differ: Vec<bool> = differ.collect();
+                    site.node.handle_compared(run, &differ);
+                }
+                Action::Fetch { run, slot, from } => site.tasks.push(Task::Fetch {
+                    run,
                     slot,
                     from: from.number() as usize,
                 }),
-                Action::Apply { unit, slot } => {
-                    let (frame, twin) = site.slots[slot];
-                    for word in (0..WORDS).filter(|word| frame[*word] != twin[*word]) {
-                        site.frames[unit as usize][word] = frame[word];
+                Action::Land { run, slot, from } => site.tasks.push(Task::Land {
+                    run,
+                    slot,
+                    from: from.number() as usize,
+                    found: None,
+                }),
+                Action::Apply {
+                    run,
+                    slot,
+                    from,
+                    is_shared,
+                } => {
+                    let mut are_same = vec![];
+                    let copies = std::mem::take(&mut site.slots[slot]);
+                    for (unit, (copy, twin)) in units(run).zip(copies) {
+                        if site.rights[unit] == Right::Exclusive && !is_shared {
+                            return Err(format!(
+                                "site {number} stores into unit {unit} as if it did not write it"
+                            ));
+                        }
+                        for word in (0..WORDS).filter(|word| copy[*word] != twin[*word]) {
+                            site.frames[unit][word] = copy[word];
+                        }
+                        are_same.push(site.frames[unit] == copy);
                     }
+                    site.node.handle_applied(from, run, &are_same);
                 }
                 Action::Append { run } => site.log.extend(run.first..run.first + run.count),
                 Action::Look { node } => site.tasks.push(Task::Look {
@@ -580,7 +643,21 @@ impl World {
     }
 }
 
+fn units(run: Run) -> std::ops::Range<usize> {
+    run.first as usize..(run.first + run.count) as usize
+}
+
 impl Site {
+    /// Checks that the program does not write units that another site reads for a flush.
+    fn check_written(&self, run: Run, reader: usize, own: usize) -> Result<(), String> {
+        match units(run).find(|unit| self.rights[*unit] == Right::Exclusive) {
+            Some(unit) => Err(format!(
+                "site {reader} fetches unit {unit} that site {own} writes"
+            )),
+            None => Ok(()),
+        }
+    }
+
     /// Returns whether an access has a next step: it is allowed, or faults and nothing has been asked for.
     fn can(&self, unit: usize, access: Access) -> bool {
         self.lost[unit] || self.rights[unit] >= access.needs() || !self.node.is_awaited(unit as u64)
@@ -606,6 +683,7 @@ const fn world(
         homes,
         threads,
         slots: 4,
+        run_max: 2,
         log: 8,
         duplicates: 0,
         crash: None,
@@ -713,8 +791,9 @@ pub(crate) const SMALL: &[Worlds] = &[
     },
     Worlds {
         log: 1,
+        run_max: 1,
         ..world(
-            "3 nodes, 2 units, a log of one",
+            "3 nodes, 2 units, a log of one, flushes of one",
             &[2, 2],
             &[
                 (0, &[Barrier, L(0), W(0, 0, 1), W(1, 0, 2), U(0)]),
@@ -723,6 +802,36 @@ pub(crate) const SMALL: &[Worlds] = &[
             ],
         )
     },
+    world(
+        "3 nodes, 1 unit, false sharing, releases without an acquire",
+        &[2],
+        &[
+            (0, &[L(0), W(0, 0, 1), U(0)]),
+            // Nobody else has the lock.
+            (1, &[W(0, 1, 2), U(1), W(0, 1, 5), U(1)]),
+            (2, &[L(0), R(0, 0), U(0)]),
+        ],
+    ),
+    world(
+        "2 nodes, 2 units, writes of the same value",
+        &[1, 1],
+        &[
+            (
+                0,
+                &[
+                    L(0),
+                    W(0, 0, 0),
+                    W(1, 0, 2),
+                    U(0),
+                    L(0),
+                    W(0, 0, 0),
+                    W(1, 0, 2),
+                    U(0),
+                ],
+            ),
+            (1, &[L(0), R(0, 0), R(1, 0), W(0, 0, 3), U(0)]),
+        ],
+    ),
     Worlds {
         crash: Some(0),
         ..world(

@@ -16,6 +16,8 @@
 //! The node stores *begun*, then the run, then *ended*. A reader reads *ended*, then runs before that number, then *begun*: of these runs, each that
 //! is not [`RUNS`] or more behind *begun* is whole. Each field is aligned and stored at once.
 
+use std::ops::Range;
+
 use crate::Malformed;
 use crate::bytes::{le64, need};
 
@@ -78,6 +80,12 @@ impl Run {
             true => Ok(run),
             false => super::undefined("run of units", value),
         }
+    }
+
+    /// Returns the units.
+    pub fn units(self) -> Range<u64> {
+        let first = u64::from(self.first);
+        first..first + u64::from(self.count)
     }
 
     /// Writes the run.
