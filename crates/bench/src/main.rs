@@ -55,7 +55,16 @@ struct Args {
     /// The program of `crates/shm/benches/shm.rs`, which measures the floors of shared memory.
     #[arg(long, value_name = "PROGRAM")]
     floors: Option<PathBuf>,
-    /// Draw the table `interrupts`, `reactors` or `share` as SVG into files of this folder.
+    /// Latency of the network of the table `dsm-replay`, in microseconds.
+    #[arg(long, value_name = "US", default_value_t = 2.0, value_parser = amount)]
+    latency_us: f64,
+    /// Its bandwidth, in GB/s.
+    #[arg(long, value_name = "GB", default_value_t = 12.5, value_parser = amount)]
+    bandwidth_gb: f64,
+    /// Time after which a node that computes begins to answer, in the replays of that table with the costs of this host, in microseconds.
+    #[arg(long, value_name = "US", default_value_t = 0.0, value_parser = amount)]
+    late_us: f64,
+    /// Draw the table `interrupts`, `reactors`, `share` or one of `dsm-` as SVG into files of this folder.
     #[arg(long, value_name = "FOLDER")]
     svg: Option<PathBuf>,
     /// Print JSON.
@@ -96,6 +105,8 @@ enum Which {
     DsmLadder,
     /// Programs on a distributed shared memory, beside threads and MPI.
     DsmPrograms,
+    /// The same on up to 16 nodes, replayed from traces where there are too few CPUs.
+    DsmReplay,
     /// The first four. The others take as long again.
     All,
 }
@@ -170,6 +181,13 @@ fn main() -> Result<()> {
     if args.table == Which::DsmPrograms {
         suites.push(dsm::programs());
     }
+    if args.table == Which::DsmReplay {
+        suites.push(dsm::replay(dsm::Stated {
+            latency_us: args.latency_us,
+            bandwidth_gb_s: args.bandwidth_gb,
+            late_us: args.late_us,
+        }));
+    }
     if args.table == Which::Share {
         suites.extend(share::suites(args.gigabytes));
     }
@@ -186,11 +204,12 @@ fn main() -> Result<()> {
         Which::Interrupts | Which::Reactors => Some(|suite| interrupts::plots(&suite.tables)),
         Which::Share => Some(share::plots),
         Which::DsmFaults | Which::DsmPrograms => Some(dsm::plots),
+        Which::DsmReplay => Some(dsm::replay_plots),
         _ => None,
     };
     ensure!(
         args.svg.is_none() || plots.is_some(),
-        "--svg goes with --table interrupts, reactors, share, dsm-faults or dsm-programs"
+        "--svg goes with --table interrupts, reactors, share, dsm-faults, dsm-programs or dsm-replay"
     );
     if let Some(folder) = &args.svg {
         // Before the measurement, which takes minutes.
@@ -233,6 +252,12 @@ fn main() -> Result<()> {
         writeln!(out, "{:#}", serde_json::Value::Object(value))?;
     }
     Ok(())
+}
+
+/// Parses a number of some unit, at most a million.
+fn amount(text: &str) -> Result<f64, &'static str> {
+    let number = text.parse::<f64>().ok().filter(|it| (0.0..=1e6).contains(it));
+    number.ok_or("give a number from 0 to 1000000")
 }
 
 /// Returns the number of messages of a bandwidth run: about half a second's worth.
