@@ -260,7 +260,7 @@ impl fmt::Display for Trace {
 impl Step {
     fn parse(line: &str) -> Result<Step, String> {
         let mut words = Words(line.split_ascii_whitespace());
-        let cpu_ns = words.number()?;
+        let cpu_ns = words.value()?;
         let event = Event::parse(&mut words)?;
         match words.0.next() {
             None => Ok(Step { cpu_ns, event }),
@@ -314,34 +314,31 @@ impl<'a> Words<'a> {
         self.0.next().ok_or_else(|| "it ends too early".into())
     }
 
-    fn number<T: FromStr>(&mut self) -> Result<T, String> {
+    fn value<T: FromStr>(&mut self) -> Result<T, String> {
         let word = self.word()?;
-        word.parse()
-            .map_err(|_| format!("{word:?} is no number that may stand here"))
+        word.parse().map_err(|_| may_not_stand(word))
     }
 
     /// Parses one of some words.
     fn one_of<T: Copy>(&mut self, all: &[(&str, T)]) -> Result<T, String> {
         let word = self.word()?;
         let found = all.iter().find(|(name, _)| *name == word);
-        found
-            .map(|(_, value)| *value)
-            .ok_or_else(|| format!("{word:?} may not stand here"))
+        found.map(|(_, value)| *value).ok_or_else(|| may_not_stand(word))
     }
+}
+
+fn may_not_stand(word: &str) -> String {
+    format!("{word:?} may not stand here")
 }
 
 /// Returns the word for a value.
 fn name<T: PartialEq>(all: &[(&'static str, T)], value: &T) -> &'static str {
     let found = all.iter().find(|(_, it)| it == value);
-    found.map_or("", |(name, _)| name)
+    found.map_or("", |(name, _)| *name)
 }
 
 const ACCESSES: [(&str, Access); 2] = [("read", Access::Read), ("write", Access::Write)];
 const MODES: [(&str, Mode); 2] = [("shared", Mode::Shared), ("exclusive", Mode::Exclusive)];
-const KINDS: [(&str, Consistency); 2] = [
-    ("sequential", Consistency::Sequential),
-    ("release", Consistency::Release),
-];
 const OPERATIONS: [(&str, Operation); 9] = [
     ("sum-i64", Operation::SumI64),
     ("min-i64", Operation::MinI64),
@@ -359,33 +356,31 @@ impl Event {
         let word = words.word()?;
         Ok(match word {
             "region" => Event::Region(RegionMade {
-                number: words.number()?,
-                units: words.number()?,
-                unit_bytes: words.number()?,
-                consistency: words.one_of(&KINDS)?,
+                number: words.value()?,
+                units: words.value()?,
+                unit_bytes: words.value()?,
+                consistency: words.value()?,
                 homes: parse_placement(words)?,
             }),
             "begin" => Event::Begin {
-                thread: words.number()?,
+                thread: words.value()?,
             },
             "end" => Event::End {
-                thread: words.number()?,
+                thread: words.value()?,
             },
             "pages" | "prefetch" => Event::Pages {
-                region: words.number()?,
-                first: words.number()?,
-                count: words.number()?,
+                region: words.value()?,
+                first: words.value()?,
+                count: words.value()?,
                 access: words.one_of(&ACCESSES)?,
                 waits: word == "pages",
             },
             "release" => Event::Release,
             "acquire" => Event::Acquire,
-            "exchange" => Event::Exchange {
-                node: words.number()?,
-            },
-            "mark" => Event::Mark(words.number()?),
+            "exchange" => Event::Exchange { node: words.value()? },
+            "mark" => Event::Mark(words.value()?),
             _ => Event::Call {
-                thread: words.number()?,
+                thread: words.value()?,
                 call: parse_call(word, words)?,
             },
         })
@@ -403,8 +398,7 @@ impl fmt::Display for Event {
                     homes,
                     consistency,
                 } = region;
-                let kind = name(&KINDS, consistency);
-                write!(f, "region {number} {units} {unit_bytes} {kind} ")?;
+                write!(f, "region {number} {units} {unit_bytes} {consistency} ")?;
                 show_placement(homes, f)
             }
             Event::Begin { thread } => write!(f, "begin {thread}"),
@@ -432,14 +426,14 @@ impl fmt::Display for Event {
 fn parse_placement(words: &mut Words<'_>) -> Result<Placement, String> {
     let word = words.word()?;
     match word {
-        "in-turn" => Ok(Placement::InTurn(words.number()?)),
+        "in-turn" => Ok(Placement::InTurn(words.value()?)),
         "hash" => Ok(Placement::Hash),
         "first-touch" => Ok(Placement::FirstTouch),
         "named" => {
             let mut ranges = Vec::new();
             while let Some(first) = words.0.next() {
                 let first = first.parse().map_err(|_| format!("{first:?} is no unit"))?;
-                ranges.push((first, words.number()?));
+                ranges.push((first, words.value()?));
             }
             Ok(Placement::Named(ranges))
         }
@@ -464,44 +458,44 @@ fn show_placement(homes: &Placement, f: &mut fmt::Formatter<'_>) -> fmt::Result 
 fn parse_call(word: &str, words: &mut Words<'_>) -> Result<Call, String> {
     Ok(match word {
         "barrier" => Call::Barrier {
-            object: words.number()?,
-            parties: words.number::<NonZeroU32>()?,
+            object: words.value()?,
+            parties: words.value::<NonZeroU32>()?,
         },
         "reduce" => Call::Reduce {
-            object: words.number()?,
-            parties: words.number::<NonZeroU32>()?,
+            object: words.value()?,
+            parties: words.value::<NonZeroU32>()?,
             operation: words.one_of(&OPERATIONS)?,
-            value: words.number()?,
+            value: words.value()?,
         },
         "lock" => Call::Lock {
-            object: words.number()?,
+            object: words.value()?,
             mode: words.one_of(&MODES)?,
         },
         "unlock" => Call::Unlock {
-            object: words.number()?,
+            object: words.value()?,
             mode: words.one_of(&MODES)?,
         },
         "wait" => Call::Wait {
-            condition: words.number()?,
-            lock: words.number()?,
+            condition: words.value()?,
+            lock: words.value()?,
         },
         "signal" => Call::Signal {
-            condition: words.number()?,
+            condition: words.value()?,
         },
         "broadcast" => Call::Broadcast {
-            condition: words.number()?,
+            condition: words.value()?,
         },
         "fetch-add" => Call::FetchAdd {
-            object: words.number()?,
-            value: words.number()?,
+            object: words.value()?,
+            value: words.value()?,
         },
         "compare-swap" => Call::CompareSwap {
-            object: words.number()?,
-            expected: words.number()?,
-            new: words.number()?,
+            object: words.value()?,
+            expected: words.value()?,
+            new: words.value()?,
         },
         "load" => Call::Load {
-            object: words.number()?,
+            object: words.value()?,
         },
         _ => return Err(format!("{word:?} is no event")),
     })

@@ -72,9 +72,13 @@ fn parse__names_the_line_that_is_damaged() {
             "34 exchange 2",
             "line 11: a node that is not there",
         ),
-        ("barrier 0 7 2", "barrier 0 7 0", "line 12: \"0\" is no number"),
+        (
+            "barrier 0 7 2",
+            "barrier 0 7 0",
+            "line 12: \"0\" may not stand here",
+        ),
         ("46 signal", "46 sing", "line 18: \"sing\" is no event"),
-        ("50 load", "-50 load", "line 22: \"-50\" is no number"),
+        ("50 load", "-50 load", "line 22: \"-50\" may not stand here"),
         ("stop\n", "", "it has no end"),
     ] {
         assert!(TEXT.contains(old), "{old}");

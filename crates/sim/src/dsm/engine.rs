@@ -211,10 +211,12 @@ impl<'a> Engine<'a> {
             Work::Units { .. } | Work::Threads { .. } | Work::Question { .. } | Work::Answer => {
                 self.costs.message_ns
             }
-            Work::Pulled { .. } | Work::Looked { .. } => self.costs.read_ns,
-            // The unit and its twin.
-            Work::Fetched { .. } => self.costs.read_ns.saturating_mul(2),
-            Work::Turn => 0,
+            // The READs of a unit and its twin are begun together.
+            Work::Pulled { .. } | Work::Looked { .. } | Work::Fetched { .. } => self.costs.read_ns,
+            Work::Turn => match node.steps[node.at].event {
+                Event::Pages { waits: true, .. } => self.costs.fault_ns,
+                _ => 0,
+            },
         };
         let at = self.now.saturating_add(ns);
         self.decide(at, number, What::Handled(Some(work)));

@@ -11,6 +11,7 @@ const COSTS: Costs = Costs {
     latency_ns: 100,
     bytes_per_s: 1_000_000_000,
     message_ns: 10,
+    fault_ns: 3,
     read_ns: 5,
     protect_ns: 7,
     protect_more_ns: 1,
@@ -99,14 +100,14 @@ fn read_of_one_unit(computing_ns: u64) -> Vec<Trace> {
 #[test]
 fn replay__adds_up_the_costs_of_a_read() {
     let reports = replay(&read_of_one_unit(0), COSTS).unwrap();
-    // Ask 100 + 10, Grant 100 + 10, READ 100 + 4096 + 100 + 5, and the change of the right 7.
+    // The thread 3, Ask 100 + 10, Grant 100 + 10, READ 100 + 4096 + 100 + 5, and the change of the right 7.
     assert_eq!(
         times(&reports[0]),
-        [1000, 1500 + 220 + 4301 + 7, 1500 + 4528 + 100]
+        [1000, 1500 + 3 + 220 + 4301 + 7, 6031 + 100 + 3]
     );
     let part = reports[0].between(1, 2).unwrap();
     // Ask and Installed.
-    assert_eq!((part.at_ns, part.units_read, part.messages), (5028, 1, 2));
+    assert_eq!((part.at_ns, part.units_read, part.messages), (5031, 1, 2));
     assert_eq!(reports[0].between(1, 4), None);
     assert_eq!((reports[1].end.units_read, reports[1].end.messages), (0, 1));
 }
@@ -118,8 +119,8 @@ fn replay__lets_a_node_that_computes_answer_late() {
         ..COSTS
     };
     let end = |traces: &[Trace]| times(&replay(traces, costs).unwrap()[0])[1];
-    assert_eq!(end(&read_of_one_unit(0)), 6028);
-    assert_eq!(end(&read_of_one_unit(100_000)), 6328);
+    assert_eq!(end(&read_of_one_unit(0)), 6031);
+    assert_eq!(end(&read_of_one_unit(100_000)), 6331);
     // It has come to its end before it would have answered.
     assert_eq!(end(&read_of_one_unit(1_700)), 6128);
 }
@@ -138,7 +139,7 @@ fn replay__changes_the_rights_to_units_of_the_node_itself_together() {
     }
     steps[0].extend([touch(10, 0, 16, Access::Write), mark(0, 1)]);
     let reports = replay(&traces(steps), COSTS).unwrap();
-    assert_eq!(times(&reports[0]), [10 + 7 + 15]);
+    assert_eq!(times(&reports[0]), [10 + 3 + 7 + 15]);
     assert_eq!(reports[0].end.messages, 0);
 }
 
