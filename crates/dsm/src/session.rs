@@ -184,7 +184,8 @@ impl Session {
     /// Joins a cluster: connects to all other nodes, and waits until they have connected.
     ///
     /// # Errors
-    /// The device cannot be opened, or a node does not join within `timeout`, or is another one.
+    /// The device cannot be opened, or a node does not join within `timeout`, or is another one; or the trace that the environment asks for
+    /// ([`trace::VARIABLE`](crate::trace::VARIABLE)) cannot be written.
     pub fn join(cluster: Cluster, timeout: Duration) -> Result<Session, Error> {
         let trace = Recorder::of_environment(&cluster)?;
         let joined = join::join(&cluster, timeout)?;

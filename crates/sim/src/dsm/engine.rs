@@ -14,9 +14,9 @@ use super::{Costs, Moment, ReplayError, Report};
 /// Bytes of an entry of a log.
 const LOG_ENTRY_BYTES: u64 = 8;
 
-/// What happens at a node at a time.
+/// Something that happens at a node.
 #[derive(Debug)]
-enum What {
+enum Happening {
     /// Its thread comes to the event of its step.
     Computed,
     /// Something has come for it.
@@ -33,8 +33,8 @@ pub(super) struct Engine<'a> {
     costs: Costs,
     nodes: Vec<Node<'a>>,
     members: Vec<NodeId>,
-    /// What will happen, by time, and at one time in the order in which it was decided.
-    events: BTreeMap<(u64, u64), (usize, What)>,
+    /// All that will happen, by time, and at one time in the order in which it was decided.
+    events: BTreeMap<(u64, u64), (usize, Happening)>,
     decided: u64,
     now: u64,
     failure: Option<ReplayError>,
@@ -70,15 +70,15 @@ impl<'a> Engine<'a> {
         while let Some(((now, _), (node, what))) = self.events.pop_first() {
             self.now = now;
             match what {
-                What::Computed => self.computed(node),
-                What::Arrived(work) => self.arrived(node, work),
-                What::Late => {
+                Happening::Computed => self.computed(node),
+                Happening::Arrived(work) => self.arrived(node, work),
+                Happening::Late => {
                     if self.nodes[node].late_until == Some(now) {
                         self.take_held(node);
                         self.handle_next(node);
                     }
                 }
-                What::Handled(work) => self.handled(node, work),
+                Happening::Handled(work) => self.handled(node, work),
             }
             if let Some(failure) = self.failure.take() {
                 return Err(failure);
@@ -101,7 +101,7 @@ impl<'a> Engine<'a> {
         Ok(self.nodes.into_iter().map(report).collect())
     }
 
-    fn decide(&mut self, at: u64, node: usize, what: What) {
+    fn decide(&mut self, at: u64, node: usize, what: Happening) {
         self.events.insert((at, self.decided), (node, what));
         self.decided += 1;
     }
@@ -132,7 +132,7 @@ impl<'a> Engine<'a> {
             Some(step) => {
                 node.state = State::Computes;
                 let computed = at.saturating_add(step.cpu_ns);
-                self.decide(computed, number, What::Computed);
+                self.decide(computed, number, Happening::Computed);
             }
             None => {
                 node.state = State::Ended;
@@ -182,7 +182,7 @@ impl<'a> Engine<'a> {
             node.held.push_back(work);
             if node.late_until.is_none() {
                 node.late_until = Some(late);
-                self.decide(late, number, What::Late);
+                self.decide(late, number, Happening::Late);
             }
         } else {
             node.queue.push_back(work);
@@ -219,7 +219,7 @@ impl<'a> Engine<'a> {
             },
         };
         let at = self.now.saturating_add(ns);
-        self.decide(at, number, What::Handled(Some(work)));
+        self.decide(at, number, Happening::Handled(Some(work)));
     }
 
     fn handled(&mut self, node: usize, work: Option<Work>) {
@@ -230,7 +230,7 @@ impl<'a> Engine<'a> {
         }
         let spent = std::mem::take(&mut self.nodes[node].spent_ns);
         if spent > 0 {
-            self.decide(self.now.saturating_add(spent), node, What::Handled(None));
+            self.decide(self.now.saturating_add(spent), node, Happening::Handled(None));
         } else {
             self.nodes[node].is_handling = false;
             self.handle_next(node);
@@ -453,7 +453,7 @@ impl<'a> Engine<'a> {
     fn send(&mut self, number: usize, to: usize, work: Work) {
         self.nodes[number].moment.messages += 1;
         let arrives = self.time(number).saturating_add(self.costs.latency_ns);
-        self.decide(arrives, to, What::Arrived(work));
+        self.decide(arrives, to, Happening::Arrived(work));
     }
 
     /// Begins a READ of some bytes from a node, whose end is handled.
@@ -464,7 +464,7 @@ impl<'a> Engine<'a> {
         let begins = asked.max(source.is_sending_until);
         let sent = begins.saturating_add(self.costs.transfer_ns(bytes));
         source.is_sending_until = sent;
-        self.decide(sent.saturating_add(latency_ns), number, What::Arrived(work));
+        self.decide(sent.saturating_add(latency_ns), number, Happening::Arrived(work));
     }
 
     /// Carries out what the state machine of the node's threads has decided.
@@ -579,7 +579,7 @@ impl<'a> Engine<'a> {
         let arrives = self.time(number).saturating_add(ns);
         let arrives = arrives.saturating_add(self.costs.transfer_ns(bytes));
         let work = Work::Looked { region, node, runs };
-        self.decide(arrives, number, What::Arrived(work));
+        self.decide(arrives, number, Happening::Arrived(work));
     }
 
     fn send_about(&mut self, number: usize, region: usize, to: NodeId, message: protocol::Message) {

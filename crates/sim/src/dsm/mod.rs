@@ -91,7 +91,7 @@ fn nanoseconds(bytes: u64, bytes_per_s: u64) -> u64 {
     u64::try_from(ns).unwrap_or(u64::MAX)
 }
 
-/// What a node has done until some time.
+/// Counts of a node at some time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moment {
     /// The time since the beginning, in nanoseconds.

@@ -50,7 +50,7 @@ pub(super) enum Work {
     Turn,
 }
 
-/// What a thread waits for.
+/// Aim of a thread that waits.
 #[derive(Debug)]
 pub(super) enum Wait {
     Pages(Pages),
@@ -196,10 +196,10 @@ pub(super) struct Node<'a> {
     /// End of the thread's call.
     pub outcome: Option<sync::Outcome>,
     pub is_answered: bool,
-    /// What waits to be handled, while something is.
+    /// Things that wait to be handled, while one is.
     pub queue: VecDeque<Work>,
     pub is_handling: bool,
-    /// What has come while the thread computes, and the time at which it is handled at the latest.
+    /// Things that have come while the thread computes, and the time at which it is handled at the latest.
     pub held: VecDeque<Work>,
     pub late_until: Option<u64>,
     /// Time that handling has taken since the clock's time, in nanoseconds.
