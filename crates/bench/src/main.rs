@@ -55,15 +55,8 @@ struct Args {
     /// The program of `crates/shm/benches/shm.rs`, which measures the floors of shared memory.
     #[arg(long, value_name = "PROGRAM")]
     floors: Option<PathBuf>,
-    /// Latency of the network of the table `dsm-replay`, in microseconds.
-    #[arg(long, value_name = "US", default_value_t = 2.0, value_parser = amount)]
-    latency_us: f64,
-    /// Its bandwidth, in GB/s.
-    #[arg(long, value_name = "GB", default_value_t = 12.5, value_parser = amount)]
-    bandwidth_gb: f64,
-    /// Time after which a node that computes begins to answer, in the replays of that table with the costs of this host, in microseconds.
-    #[arg(long, value_name = "US", default_value_t = 0.0, value_parser = amount)]
-    late_us: f64,
+    #[command(flatten)]
+    stated: dsm::Stated,
     /// Draw the table `interrupts`, `reactors`, `share` or one of `dsm-` as SVG into files of this folder.
     #[arg(long, value_name = "FOLDER")]
     svg: Option<PathBuf>,
@@ -133,6 +126,7 @@ fn main() -> Result<()> {
         Some((accel::COMMAND, args)) => return accel::child(args),
         Some((offload::COMMAND, args)) => return offload::child(args),
         Some((dsm::COMMAND, args)) => return dsm::child(args),
+        Some((dsm::REPLAY, args)) => return dsm::replay_child(args),
         _ => (),
     }
     let args = Args::parse();
@@ -182,11 +176,7 @@ fn main() -> Result<()> {
         suites.push(dsm::programs());
     }
     if args.table == Which::DsmReplay {
-        suites.push(dsm::replay(dsm::Stated {
-            latency_us: args.latency_us,
-            bandwidth_gb_s: args.bandwidth_gb,
-            late_us: args.late_us,
-        }));
+        suites.push(dsm::replay(args.stated));
     }
     if args.table == Which::Share {
         suites.extend(share::suites(args.gigabytes));
@@ -252,12 +242,6 @@ fn main() -> Result<()> {
         writeln!(out, "{:#}", serde_json::Value::Object(value))?;
     }
     Ok(())
-}
-
-/// Parses a number of some unit, at most a million.
-fn amount(text: &str) -> Result<f64, &'static str> {
-    let number = text.parse::<f64>().ok().filter(|it| (0.0..=1e6).contains(it));
-    number.ok_or("give a number from 0 to 1000000")
 }
 
 /// Returns the number of messages of a bandwidth run: about half a second's worth.

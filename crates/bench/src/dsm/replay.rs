@@ -1,16 +1,18 @@
 //! Speedups of the programs of `examples/` on more nodes than this host has CPUs: replayed from traces of nodes that share its CPUs, beside runs with a CPU for
 //! each node.
 
+use std::io::Write;
 use std::net::Ipv4Addr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use clap::Parser;
 use rdmux_dsm::trace::{self, Trace};
 use rdmux_dsm::{Cluster, FaultMode};
-use rdmux_sim::dsm::{Costs, Report, replay};
-use serde_json::Value;
+use rdmux_sim::dsm::{Costs, Moment, Report, replay};
+use serde_json::{Value, json};
 
 use crate::pair::{Server, stdout};
 use crate::plot;
@@ -73,15 +75,80 @@ const LEASE: Duration = Duration::from_secs(120);
 /// Time after which a node is killed, in seconds.
 const LIMIT_S: &str = "300";
 
+/// First argument of this program that replays traces of any program.
+pub(crate) const COMMAND: &str = "dsm-replay";
+
 /// Costs that the user states.
-#[derive(Clone, Copy, Debug)]
+#[derive(clap::Args, Clone, Copy, Debug)]
 pub(crate) struct Stated {
-    /// Latency of the network, in microseconds.
-    pub latency_us: f64,
+    /// Latency of the network that replays assume, in microseconds.
+    #[arg(long, value_name = "US", default_value_t = 2.0, value_parser = amount)]
+    latency_us: f64,
     /// Its bandwidth, in GB/s.
-    pub bandwidth_gb_s: f64,
-    /// Time after which a node of this host that computes begins to answer, in microseconds.
-    pub late_us: f64,
+    #[arg(long, value_name = "GB", default_value_t = 12.5, value_parser = amount)]
+    bandwidth_gb: f64,
+    /// Time after which a node that computes begins to answer, in microseconds; of the table `dsm-replay` in replays with the costs of this host.
+    #[arg(long, value_name = "US", default_value_t = 0.0, value_parser = amount)]
+    late_us: f64,
+}
+
+/// Parses a number of some unit, at most a million.
+fn amount(text: &str) -> Result<f64, &'static str> {
+    let number = text.parse::<f64>().ok().filter(|it| (0.0..=1e6).contains(it));
+    number.ok_or("give a number from 0 to 1000000")
+}
+
+/// Replay a run of a program on the distributed shared memory from its traces
+#[derive(clap::Parser, Debug)]
+#[command(name = "rdmux-bench dsm-replay")]
+struct Arguments {
+    /// Folder with the traces of all nodes, as RDMUX_DSM_TRACE has named it
+    folder: PathBuf,
+    #[command(flatten)]
+    stated: Stated,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Replays the traces of a folder on the stated network.
+pub(crate) fn child(args: &[String]) -> Result<()> {
+    let name = std::iter::once(COMMAND.to_owned());
+    let Arguments { folder, stated, json } = Arguments::parse_from(name.chain(args.iter().cloned()));
+    let costs = Costs {
+        late_ns: stated.here().late_ns,
+        ..stated.network()
+    };
+    let reports = replay(&Trace::read_all(&folder)?, costs)?;
+    let mut out = std::io::stdout();
+    if json {
+        let nodes: Vec<Value> = reports.iter().map(node_json).collect();
+        writeln!(out, "{:#}", json!({ "nodes": nodes }))?;
+        return Ok(());
+    }
+    for (node, report) in reports.iter().enumerate() {
+        let marks = report.marks.iter().map(|(mark, at)| (format!("mark {mark}"), at));
+        for (point, at) in marks.chain([("end".to_owned(), &report.end)]) {
+            writeln!(
+                out,
+                "node {node}, {point}: {:.6} s, {} pages read, {} messages",
+                at.at_ns as f64 / 1e9,
+                at.units_read,
+                at.messages
+            )?;
+        }
+    }
+    Ok(())
+}
+
+fn node_json(report: &Report) -> Value {
+    let moment = |at: &Moment| json!({ "seconds": at.at_ns as f64 / 1e9, "pages_read": at.units_read, "messages": at.messages });
+    let marks: Vec<Value> = report
+        .marks
+        .iter()
+        .map(|(mark, at)| json!({ "mark": mark, "at": moment(at) }))
+        .collect();
+    json!({ "marks": marks, "end": moment(&report.end) })
 }
 
 impl Stated {
@@ -97,7 +164,7 @@ impl Stated {
     fn network(self) -> Costs {
         Costs {
             latency_ns: (self.latency_us * 1e3) as u64,
-            bytes_per_s: (self.bandwidth_gb_s * 1e9) as u64,
+            bytes_per_s: (self.bandwidth_gb * 1e9) as u64,
             ..Costs::default()
         }
     }
@@ -132,7 +199,7 @@ pub(crate) fn suite(stated: Stated) -> Suite {
             of_host.latency_ns,
             of_host.message_ns,
             of_network.latency_ns,
-            stated.bandwidth_gb_s,
+            stated.bandwidth_gb,
             of_host.protect_ns,
             of_host.late_ns,
         )
