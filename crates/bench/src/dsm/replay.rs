@@ -359,7 +359,7 @@ mod tests {
     fn plots__draw_what_was_measured_apart_from_what_was_replayed() {
         let all = NODES.map(|(nodes, _)| nodes);
         let suite = of_rows(&[(MEASURED, &[1, 2]), (HERE, &all), (STATED, &all)]);
-        let [(name, svg)] = plots(&suite).try_into().unwrap();
+        let [(name, svg)]: [plot::File; 1] = plots(&suite).try_into().unwrap();
         assert_eq!(name, "dsm-replay.svg");
         let curves = |part: &str| svg.lines().filter(|line| line.contains(part)).count();
         assert_eq!(curves("<polyline"), 3);
