@@ -23,6 +23,9 @@ const PAGE_WORDS: usize = 4096 / 8;
 /// The barrier of all threads.
 const ALL: u64 = 0;
 
+/// Number of the mark at the beginning of the parallel part, in traces. The next one is that at its end.
+const BEGIN: u32 = 1;
+
 /// The barrier of the nodes at the end.
 const END: u64 = 1;
 
@@ -315,10 +318,12 @@ impl Party<'_> {
         let before = region.stat();
         // No thread may begin before all have taken the counts.
         self.barrier()?;
+        self.thread.mark(BEGIN);
         let began = Instant::now();
         f(self)?;
         self.barrier()?;
         let seconds = began.elapsed().as_secs_f64();
+        self.thread.mark(BEGIN + 1);
         let stat = region.stat().since(&before);
         self.barrier()?;
         Ok(Timed { seconds, stat })

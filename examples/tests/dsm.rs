@@ -2,11 +2,14 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::net::{IpAddr, Ipv4Addr};
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
+use rdmux_dsm::trace::{self, Trace};
 use rdmux_dsm::{Cluster, FaultMode};
+use rdmux_sim::dsm::{Costs, replay};
 use serde_json::Value;
 
 const MODES: [FaultMode; 3] = [FaultMode::Thread, FaultMode::Inline, FaultMode::Mprotect];
@@ -208,6 +211,64 @@ fn matmul__reads_each_page_of_the_other_node_once() {
     for report in reports("matmul", 2, FaultMode::Thread, &[&EDGE.to_string()]) {
         assert_eq!(report["pages_read"], EDGE / 2 * EDGE * 8 / PAGE, "{report}");
     }
+}
+
+/// Runs a program on some nodes with traces in a folder.
+fn traced(folder: &Path, name: &str, nodes: u32, mode: FaultMode, arguments: &[&str]) -> Vec<Output> {
+    let network = [(trace::VARIABLE, folder.to_str().unwrap())];
+    run_over(&network, name, nodes, mode, arguments)
+}
+
+#[test]
+fn replay__reads_the_pages_that_the_run_has_read() {
+    // Marks of the parallel part.
+    const BEGIN: u32 = 1;
+    const END: u32 = 2;
+    for mode in [FaultMode::Inline, FaultMode::Mprotect] {
+        for line in [
+            "sor 62 5",
+            "sor 1022 3",
+            "sor 62 5 --consistency release",
+            "matmul 128",
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            let words: Vec<&str> = line.split(' ').chain(["--json"]).collect();
+            let outputs = traced(folder.path(), words[0], 2, mode, &words[1..]);
+            assert!(
+                outputs.iter().all(|it| it.status.success()),
+                "{line} {mode}: {outputs:#?}"
+            );
+            let traces = Trace::read_all(folder.path()).unwrap();
+            let replayed = replay(&traces, Costs::default()).unwrap();
+            assert_eq!(replayed.len(), outputs.len());
+            for (output, replayed) in outputs.iter().zip(replayed) {
+                let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+                let part = replayed.between(BEGIN, END).unwrap();
+                assert_eq!(report["pages_read"], part.units_read, "{line} {mode}: {report}");
+                assert!(part.units_read > 0 && part.at_ns > 0, "{line} {mode}: {part:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn trace__of_mode_thread_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let outputs = traced(folder.path(), "sor", 1, FaultMode::Thread, &["62", "1"]);
+    let error = String::from_utf8_lossy(&outputs[0].stderr);
+    let is_line = error.starts_with("Error: RDMUX_DSM_TRACE is set") && error.trim_end().lines().count() == 1;
+    assert!(is_line && error.contains("RDMUX_DSM_FAULTS=inline"), "{error}");
+}
+
+#[test]
+fn trace__that_cannot_be_written_is_refused() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let outputs = traced(file.path(), "sor", 1, FaultMode::Inline, &["62", "1"]);
+    let error = String::from_utf8_lossy(&outputs[0].stderr);
+    assert!(
+        error.starts_with("Error: trace ") && error.contains("node-0.trace: "),
+        "{error}"
+    );
 }
 
 #[test]

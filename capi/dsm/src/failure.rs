@@ -98,16 +98,19 @@ fn errno_of(error: &Error) -> c_int {
         Error::NoRoom { .. } => libc::ENOMEM,
         Error::Object { .. } | Error::NotAllocated { .. } | Error::NotInHeap { .. } => libc::EINVAL,
         Error::TooManyRegions | Error::Call(sync::Failure::NoRoom) => libc::ENOSPC,
-        Error::FaultMode(_) | Error::Size(_) | Error::Unit(_) | Error::Homes(_) | Error::NoFirstTouch => {
-            libc::EINVAL
-        }
+        Error::FaultMode(_)
+        | Error::Size(_)
+        | Error::Unit(_)
+        | Error::Homes(_)
+        | Error::NoFirstTouch
+        | Error::Untraced => libc::EINVAL,
         Error::ThreadNumber(number) if *number < THREADS_MAX => libc::EBUSY,
         Error::ThreadNumber(_) => libc::EINVAL,
         Error::Memory(memory::Error::NotPermitted) => libc::EPERM,
         Error::Memory(memory::Error::Lacks(_)) => libc::EOPNOTSUPP,
         Error::Memory(memory::Error::Call { errno, .. }) => errno.raw_os_error(),
         Error::Memory(_) => libc::ENOMEM,
-        Error::Failed(_) => libc::EIO,
+        Error::Failed(_) | Error::Trace(_) => libc::EIO,
         Error::Call(sync::Failure::NotHeld) => libc::EPERM,
         Error::Call(sync::Failure::AlreadyHeld) => libc::EDEADLK,
         Error::Call(sync::Failure::Mismatch) => libc::EPROTO,

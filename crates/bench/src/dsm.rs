@@ -3,6 +3,7 @@
 
 mod node;
 mod programs;
+mod replay;
 
 use std::process::{Command, Stdio};
 
@@ -13,6 +14,9 @@ use serde_json::Value;
 pub(super) use self::node::{COMMAND, child};
 use self::node::{Event, Fault};
 pub(super) use self::programs::suite as programs;
+pub(super) use self::replay::{
+    COMMAND as REPLAY, Stated, child as replay_child, plots as replay_plots, suite as replay,
+};
 use super::CPUS;
 use super::pair::{TWO_RANKS, installed, peer, stdout, ucx_transport};
 use super::plot;

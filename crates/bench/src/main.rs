@@ -55,7 +55,9 @@ struct Args {
     /// The program of `crates/shm/benches/shm.rs`, which measures the floors of shared memory.
     #[arg(long, value_name = "PROGRAM")]
     floors: Option<PathBuf>,
-    /// Draw the table `interrupts`, `reactors` or `share` as SVG into files of this folder.
+    #[command(flatten)]
+    stated: dsm::Stated,
+    /// Draw the table `interrupts`, `reactors`, `share` or one of `dsm-` as SVG into files of this folder.
     #[arg(long, value_name = "FOLDER")]
     svg: Option<PathBuf>,
     /// Print JSON.
@@ -96,6 +98,8 @@ enum Which {
     DsmLadder,
     /// Programs on a distributed shared memory, beside threads and MPI.
     DsmPrograms,
+    /// The same on up to 16 nodes, replayed from traces where there are too few CPUs.
+    DsmReplay,
     /// The first four. The others take as long again.
     All,
 }
@@ -122,6 +126,7 @@ fn main() -> Result<()> {
         Some((accel::COMMAND, args)) => return accel::child(args),
         Some((offload::COMMAND, args)) => return offload::child(args),
         Some((dsm::COMMAND, args)) => return dsm::child(args),
+        Some((dsm::REPLAY, args)) => return dsm::replay_child(args),
         _ => (),
     }
     let args = Args::parse();
@@ -170,6 +175,9 @@ fn main() -> Result<()> {
     if args.table == Which::DsmPrograms {
         suites.push(dsm::programs());
     }
+    if args.table == Which::DsmReplay {
+        suites.push(dsm::replay(args.stated));
+    }
     if args.table == Which::Share {
         suites.extend(share::suites(args.gigabytes));
     }
@@ -186,11 +194,12 @@ fn main() -> Result<()> {
         Which::Interrupts | Which::Reactors => Some(|suite| interrupts::plots(&suite.tables)),
         Which::Share => Some(share::plots),
         Which::DsmFaults | Which::DsmPrograms => Some(dsm::plots),
+        Which::DsmReplay => Some(dsm::replay_plots),
         _ => None,
     };
     ensure!(
         args.svg.is_none() || plots.is_some(),
-        "--svg goes with --table interrupts, reactors, share, dsm-faults or dsm-programs"
+        "--svg goes with --table interrupts, reactors, share, dsm-faults, dsm-programs or dsm-replay"
     );
     if let Some(folder) = &args.svg {
         // Before the measurement, which takes minutes.

@@ -53,6 +53,13 @@ impl Server {
         self.0.id()
     }
 
+    /// Waits until it has ended by itself.
+    pub(super) fn wait(&mut self) -> Result<()> {
+        let status = self.0.wait()?;
+        ensure!(status.success(), "another process of the run failed: {status}");
+        Ok(())
+    }
+
     /// Ends it by a signal that no process can handle.
     pub(super) fn kill(&mut self) {
         let _ = kill_process_group(Pid::from_child(&self.0), Signal::KILL);

@@ -31,12 +31,77 @@ pub(super) fn draw(title: &str, tables: &[&Table]) -> String {
     for table in tables {
         top = panel(&mut body, table, top);
     }
+    page(title, width, top, &body)
+}
+
+fn page(title: &str, width: f64, height: f64, body: &str) -> String {
     format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {top:.0}\" font-family=\"sans-serif\" font-size=\"11\">\n\
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" font-family=\"sans-serif\" font-size=\"11\">\n\
          <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
          <text x=\"8\" y=\"16\">{}</text>\n{body}</svg>\n",
         text(title)
     )
+}
+
+/// Draws the speedups of tables of times, one below the other: a curve for each row, whose first column is the base of the others. A column's number is that
+/// of its nodes. Rows that are not measured have dashed curves.
+pub(super) fn speedups(title: &str, tables: &[&Table], is_measured: impl Fn(&str) -> bool) -> String {
+    const WIDTH: f64 = 560.0;
+    let mut body = String::new();
+    let mut top = TOP;
+    for table in tables {
+        let foot = top + LEGEND_LINE * table.lines.len() as f64 + 20.0 + HEIGHT;
+        let most = table.columns.last().map_or(1, |(nodes, _)| *nodes).max(1) as f64;
+        let step = (WIDTH - 2.0 * LEFT) / table.columns.len().saturating_sub(1).max(1) as f64;
+        let y_of = |speedup: f64| foot - (speedup / most).min(1.0) * HEIGHT;
+        for (at, (nodes, heading)) in table.columns.iter().enumerate() {
+            let (x, y) = (LEFT + step * at as f64, y_of(*nodes as f64));
+            let _ = writeln!(
+                body,
+                "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"1.5\" fill=\"#c0c0c0\"/>\
+                 <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+                foot + 15.0,
+                text(heading)
+            );
+        }
+        for (nth, (line, colour)) in table.lines.iter().zip(COLOURS.iter().skip(2)).enumerate() {
+            let dashes = match is_measured(line.name) {
+                true => "",
+                false => " stroke-dasharray=\"5 3\"",
+            };
+            let alone = table
+                .columns
+                .first()
+                .and_then(|(nodes, _)| table.median(line.name, *nodes));
+            let speedups = table.columns.iter().enumerate().filter_map(|(at, (nodes, _))| {
+                Some((LEFT + step * at as f64, alone? / table.median(line.name, *nodes)?))
+            });
+            let speedups: Vec<(f64, f64)> = speedups.collect();
+            let points = speedups
+                .iter()
+                .map(|(x, speedup)| format!("{x:.1},{:.1}", y_of(*speedup)));
+            let points: Vec<String> = points.collect();
+            let last = speedups
+                .last()
+                .map_or(String::new(), |(_, speedup)| format!(": {speedup:.2}"));
+            let _ = writeln!(
+                body,
+                "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.5\"{dashes}/>\
+                 <text x=\"{LEFT}\" y=\"{:.1}\" fill=\"{colour}\">{}{last}</text>",
+                points.join(" "),
+                top + LEGEND_LINE * (nth + 1) as f64,
+                text(line.name)
+            );
+        }
+        let _ = writeln!(
+            body,
+            "<text x=\"8\" y=\"{:.0}\" font-weight=\"bold\">Speedup: {} (grey: as many times as there are nodes)</text>",
+            foot + 32.0,
+            text(table.title)
+        );
+        top = foot + 60.0;
+    }
+    page(title, WIDTH, top, &body)
 }
 
 /// Draws one table from `top` on; returns where it ends.

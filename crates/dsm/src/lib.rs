@@ -34,6 +34,7 @@ mod signal;
 pub mod stat;
 pub mod sync;
 mod thread;
+pub mod trace;
 mod window;
 
 pub use array::{Array, Number};

@@ -28,7 +28,7 @@ impl Placement {
     ///
     /// # Errors
     /// A row has no units; a range has a node that is none of them; or the ranges do not ascend from unit 0 on.
-    pub(crate) fn homes(&self, nodes: Vec<NodeId>) -> Result<Homes, HomesError> {
+    pub fn homes(&self, nodes: Vec<NodeId>) -> Result<Homes, HomesError> {
         match self {
             Placement::InTurn(row) => Homes::cyclic(nodes, *row),
             Placement::Hash => Homes::hash(nodes),

@@ -38,6 +38,7 @@ use crate::signal;
 use crate::stat::Sheet;
 use crate::sync::THREADS_MAX;
 use crate::thread::Thread;
+use crate::trace::{Event, Recorder, RegionMade};
 
 /// Longest sleep of a waiting thread before it looks at the connections.
 const LOOK: Duration = Duration::from_millis(100);
@@ -176,14 +177,17 @@ pub(crate) struct Shared {
     has_release: AtomicBool,
     /// Regions whose faults the service thread reads.
     readers: Mutex<Vec<(u32, Pages)>>,
+    trace: Option<Recorder>,
 }
 
 impl Session {
     /// Joins a cluster: connects to all other nodes, and waits until they have connected.
     ///
     /// # Errors
-    /// The device cannot be opened, or a node does not join within `timeout`, or is another one.
+    /// The device cannot be opened, or a node does not join within `timeout`, or is another one; or the trace that the environment asks for
+    /// ([`trace::VARIABLE`](crate::trace::VARIABLE)) cannot be written.
     pub fn join(cluster: Cluster, timeout: Duration) -> Result<Session, Error> {
+        let trace = Recorder::of_environment(&cluster)?;
         let joined = join::join(&cluster, timeout)?;
         let homes = Homes::hash(cluster.nodes().collect::<Vec<_>>())?;
         let sheet = Sheet::new(&cluster)?;
@@ -195,6 +199,7 @@ impl Session {
             joining: timeout,
             has_release: AtomicBool::new(false),
             readers: Mutex::default(),
+            trace,
         });
         let service = {
             let shared = shared.clone();
@@ -217,7 +222,10 @@ impl Session {
     pub fn thread(&self, number: u16) -> Result<Thread<'_>, Error> {
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         match number < THREADS_MAX && threads.insert(number) {
-            true => Ok(Thread::new(self, number)),
+            true => {
+                self.shared.record(|| Event::Begin { thread: number });
+                Ok(Thread::new(self, number))
+            }
             false => Err(Error::ThreadNumber(number)),
         }
     }
@@ -230,6 +238,7 @@ impl Session {
     pub(crate) fn end_thread(&self, number: u16) {
         // Writes that cannot be released are lost, as the next touch says.
         let _ = self.shared.release();
+        self.shared.record(|| Event::End { thread: number });
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         threads.remove(&number);
     }
@@ -284,7 +293,17 @@ impl Session {
             arena: units.map(Arena::new),
         };
         let geometry = Geometry::new(options.bytes, options.unit);
-        let region = geometry.and_then(|geometry| agreement.reach(geometry));
+        let made = |geometry: Geometry| RegionMade {
+            number,
+            units: geometry.units(),
+            unit_bytes: geometry.unit_bytes(),
+            homes: options.homes.clone(),
+            consistency: options.consistency,
+        };
+        let region = geometry.and_then(|geometry| {
+            let event = || Event::Region(made(geometry));
+            self.shared.recorded(event, || agreement.reach(geometry))
+        });
         *regions += 1;
         if region.is_err() {
             // The others wait for this node.
@@ -310,6 +329,9 @@ impl Drop for Session {
             // It panics only with a defect, of which the panic has told.
             let _ = service.join();
         }
+        if let Some(trace) = &self.shared.trace {
+            trace.write();
+        }
     }
 }
 
@@ -325,6 +347,9 @@ impl<'a> Agreement<'a, '_> {
     fn reach(&self, geometry: Geometry) -> Result<Region<'a>, Error> {
         let own = self.session.cluster.own();
         let homes = self.options.homes.homes(self.session.cluster.nodes().collect())?;
+        if self.session.shared.trace.is_some() && self.options.mode == FaultMode::Thread {
+            return Err(Error::Untraced);
+        }
         if homes.is_first_touch() && self.options.consistency == Consistency::Release {
             return Err(Error::NoFirstTouch);
         }
@@ -542,10 +567,28 @@ fn check_unit(driver: &Driver, pages: &Pages, unit: u32) -> Result<(), Error> {
     }
 }
 
-/// Returns the number of units that one thread asks for at a time.
-fn at_once(pages: &Pages) -> u32 {
-    let units = BYTES_AT_ONCE / pages.geometry().unit_bytes();
+/// Returns the number of units of some bytes that one thread asks for at a time.
+///
+/// # Panics
+/// If a unit has no bytes.
+pub fn units_at_once(unit_bytes: u64) -> u32 {
+    let units = BYTES_AT_ONCE / unit_bytes;
     units.clamp(2, UNITS_AT_ONCE) as u32
+}
+
+fn at_once(pages: &Pages) -> u32 {
+    units_at_once(pages.geometry().unit_bytes())
+}
+
+/// Returns the event of a thread that asks for rights to units.
+fn pages_event(region: u32, wanted: &Range<u32>, access: Access, waits: bool) -> Event {
+    Event::Pages {
+        region,
+        first: wanted.start,
+        count: wanted.end.saturating_sub(wanted.start),
+        access,
+        waits,
+    }
 }
 
 thread_local! {
@@ -614,6 +657,19 @@ impl Shared {
         self.turns.lock()
     }
 
+    /// Records an event that a thread does not wait for, if this node has a trace.
+    pub(crate) fn record(&self, event: impl FnOnce() -> Event) {
+        self.recorded(event, || ());
+    }
+
+    /// Carries out an event, and records it if this node has a trace.
+    pub(crate) fn recorded<R>(&self, event: impl FnOnce() -> Event, f: impl FnOnce() -> R) -> R {
+        match &self.trace {
+            None => f(),
+            Some(trace) => trace.around(event(), f),
+        }
+    }
+
     /// Waits until `done` returns a result or an error, and drives meanwhile.
     pub(crate) fn wait<R, E>(&self, done: impl FnMut(&mut Driver) -> Result<Option<R>, E>) -> Result<R, E> {
         self.wait_by(&FOR_THREADS, done)
@@ -647,43 +703,51 @@ impl Shared {
         let at_once = at_once(pages);
         // Units before the one have been had, and those before the other been asked for.
         let (mut had, mut asked) = (wanted.start, wanted.start);
-        self.wait_by(&FOR_PAGES, |driver| {
-            loop {
-                let ahead = wanted.end.min(had.saturating_add(at_once));
-                for unit in asked..ahead {
-                    driver.ask(region, pages, unit, access);
-                }
-                // A right that this node may give itself comes at once.
-                driver.carry_out();
-                asked = asked.max(ahead);
-                let before = had;
-                while had < wanted.end {
-                    check_unit(driver, pages, had)?;
-                    if !pages.allow(had, access) {
-                        break;
+        let event = || pages_event(region, &wanted, access, true);
+        let wait = || -> Result<(), Error> {
+            self.wait_by(&FOR_PAGES, |driver| {
+                loop {
+                    let ahead = wanted.end.min(had.saturating_add(at_once));
+                    for unit in asked..ahead {
+                        driver.ask(region, pages, unit, access);
                     }
-                    had += 1;
+                    // A right that this node may give itself comes at once.
+                    driver.carry_out();
+                    asked = asked.max(ahead);
+                    let before = had;
+                    while had < wanted.end {
+                        check_unit(driver, pages, had)?;
+                        if !pages.allow(had, access) {
+                            break;
+                        }
+                        had += 1;
+                    }
+                    if had == wanted.end {
+                        return Ok(Some(()));
+                    }
+                    if had == before || asked == wanted.end {
+                        // It may have been taken again before this thread has looked.
+                        driver.ask(region, pages, had, access);
+                        return Ok(None);
+                    }
                 }
-                if had == wanted.end {
-                    return Ok(Some(()));
-                }
-                if had == before || asked == wanted.end {
-                    // It may have been taken again before this thread has looked.
-                    driver.ask(region, pages, had, access);
-                    return Ok(None);
-                }
-            }
-        })
+            })
+        };
+        self.recorded(event, wait)
     }
 
     /// Asks for the first of some units to which this node has no right, without waiting.
     pub(crate) fn prefetch(&self, region: u32, pages: &Pages, wanted: Range<u32>, access: Access) {
         let is_away = |unit: &u32| !pages.allow(*unit, access) && pages.lost(*unit).is_none();
-        self.turns.act(|driver| {
-            for unit in wanted.filter(is_away).take(at_once(pages) as usize) {
-                driver.ask(region, pages, unit, access);
-            }
-        });
+        let event = || pages_event(region, &wanted, access, false);
+        let ask = || {
+            self.turns.act(|driver| {
+                for unit in wanted.clone().filter(is_away).take(at_once(pages) as usize) {
+                    driver.ask(region, pages, unit, access);
+                }
+            });
+        };
+        self.recorded(event, ask);
     }
 
     /// Waits until this node has a right to a unit, and calls a function before any other node can take it.
@@ -698,15 +762,22 @@ impl Shared {
         access: Access,
         mut f: impl FnMut() -> Result<(), Fault>,
     ) -> Result<(), Error> {
-        self.wait_by(&FOR_PAGES, |driver| {
-            check_unit(driver, pages, unit)?;
-            driver.ask(region, pages, unit, access);
-            driver.carry_out();
-            match pages.allow(unit, access) {
-                true => f().map(Some).map_err(|fault| Error::Failed(fault.to_string())),
-                false => Ok(None),
-            }
-        })
+        let mut wait = || {
+            self.wait_by(&FOR_PAGES, |driver| {
+                check_unit(driver, pages, unit)?;
+                driver.ask(region, pages, unit, access);
+                driver.carry_out();
+                match pages.allow(unit, access) {
+                    true => f().map(Some).map_err(|fault| Error::Failed(fault.to_string())),
+                    false => Ok(None),
+                }
+            })
+        };
+        // A trace has waits alone: there may be a call for each word.
+        if self.trace.is_none() || pages.allow(unit, access) {
+            return wait();
+        }
+        self.recorded(|| pages_event(region, &(unit..unit + 1), access, true), wait)
     }
 
     /// Asks a node to allocate or free units of a region, and waits for the answer.
@@ -720,20 +791,24 @@ impl Shared {
         request: heap_message::Body,
     ) -> Result<heap_message::Body, Error> {
         let mut ticket = None;
-        self.wait(|driver| {
-            let ticket = *ticket.get_or_insert_with(|| driver.ask_for_memory(home, region, request));
-            if let Some(answer) = driver.take_memory(ticket) {
-                return Ok(Some(answer));
-            }
-            match driver.loss_of(home) {
-                Some(reason) => {
-                    driver.give_up_memory(ticket);
-                    let node = home.number();
-                    Err(Error::Gone { node, reason })
+        let event = || Event::Exchange { node: home.number() };
+        let ask = || {
+            self.wait(|driver| {
+                let ticket = *ticket.get_or_insert_with(|| driver.ask_for_memory(home, region, request));
+                if let Some(answer) = driver.take_memory(ticket) {
+                    return Ok(Some(answer));
                 }
-                None => Ok(None),
-            }
-        })
+                match driver.loss_of(home) {
+                    Some(reason) => {
+                        driver.give_up_memory(ticket);
+                        let node = home.number();
+                        Err(Error::Gone { node, reason })
+                    }
+                    None => Ok(None),
+                }
+            })
+        };
+        self.recorded(event, ask)
     }
 
     /// Releases all that the threads of this node have written.
@@ -745,14 +820,17 @@ impl Shared {
             return Ok(());
         }
         let mut rounds = None;
-        self.wait_by(&FOR_PAGES, |driver| {
-            check_failure(driver)?;
-            let rounds = rounds.get_or_insert_with(|| driver.begin_release());
-            let node = |it: NodeId| it.number();
-            let released = driver.released(rounds).map_err(node);
-            let released = released.map_err(|node| Error::Unreleased { node })?;
-            Ok(released.then_some(()))
-        })
+        let wait = || -> Result<(), Error> {
+            self.wait_by(&FOR_PAGES, |driver| {
+                check_failure(driver)?;
+                let rounds = rounds.get_or_insert_with(|| driver.begin_release());
+                let node = |it: NodeId| it.number();
+                let released = driver.released(rounds).map_err(node);
+                let released = released.map_err(|node| Error::Unreleased { node })?;
+                Ok(released.then_some(()))
+            })
+        };
+        self.recorded(|| Event::Release, wait)
     }
 
     /// Acquires what other nodes have released.
@@ -764,11 +842,14 @@ impl Shared {
             return Ok(());
         }
         let mut rounds = None;
-        self.wait_by(&FOR_PAGES, |driver| {
-            check_failure(driver)?;
-            let rounds = rounds.get_or_insert_with(|| driver.begin_acquire());
-            Ok(driver.acquired(rounds).then_some(()))
-        })
+        let wait = || -> Result<(), Error> {
+            self.wait_by(&FOR_PAGES, |driver| {
+                check_failure(driver)?;
+                let rounds = rounds.get_or_insert_with(|| driver.begin_acquire());
+                Ok(driver.acquired(rounds).then_some(()))
+            })
+        };
+        self.recorded(|| Event::Acquire, wait)
     }
 
     /// Returns the regions whose faults the service thread reads.

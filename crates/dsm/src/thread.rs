@@ -6,6 +6,7 @@ use std::time::Instant;
 use crate::session::{Error, Session};
 use crate::stat::NodeCounter;
 use crate::sync::{Call, Failure, Mode, NodeId, Operation, Success};
+use crate::trace::Event;
 
 /// A thread of a node. All its calls may wait for others, and end with an error if a node has left without which they cannot end.
 #[derive(Debug)]
@@ -151,6 +152,11 @@ impl<'a> Thread<'a> {
         self.session.shared().acquire_released()
     }
 
+    /// Names a point of the program in the node's [trace](crate::trace), if it has one. Replays tell the time at which each node comes to it.
+    pub fn mark(&mut self, number: u32) {
+        self.session.shared().record(|| Event::Mark(number));
+    }
+
     fn call_for_value(&mut self, call: Call) -> Result<u64, Error> {
         match self.call(call)? {
             Success::Value(value) => Ok(value),
@@ -188,14 +194,18 @@ impl<'a> Thread<'a> {
         let number = self.number;
         let counter = counter_of(&call);
         let began = Instant::now();
-        shared.lock().call(number, call);
-        let outcome = shared.wait(|driver| {
-            let outcome = driver.take_outcome(number);
-            if let (Some(_), Some(counter)) = (&outcome, counter) {
-                driver.sheet().count_call(counter, began.elapsed());
-            }
-            Ok::<_, Failure>(outcome)
-        })?;
+        let event = || Event::Call { thread: number, call };
+        let wait = || {
+            shared.lock().call(number, call);
+            shared.wait(|driver| {
+                let outcome = driver.take_outcome(number);
+                if let (Some(_), Some(counter)) = (&outcome, counter) {
+                    driver.sheet().count_call(counter, began.elapsed());
+                }
+                Ok::<_, Failure>(outcome)
+            })
+        };
+        let outcome = shared.recorded(event, wait)?;
         Ok(outcome?)
     }
 }

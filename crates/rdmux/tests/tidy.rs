@@ -36,7 +36,7 @@ const MAY_USE: [(&str, &[&str]); 26] = [
     (
         "crates/sim",
         &[
-            "drive", "log", "memory", "nvmf", "push", "rnic", "runtime", "wire",
+            "drive", "dsm", "log", "memory", "nvmf", "push", "rnic", "runtime", "wire",
         ],
     ),
     (

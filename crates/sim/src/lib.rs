@@ -3,13 +3,15 @@
 //! reads a clock or the system's random numbers, and no packet leaves the process.
 //!
 //! Begin with [`Settings`] and [`run`], which gives a [`Report`]. [`power`] cuts the power of a server, [`leases`] runs the push
-//! service's state machines, [`nvme`] those of NVMe over Fabrics.
+//! service's state machines, [`nvme`] those of NVMe over Fabrics. [`dsm`]
+//! replays recorded runs on the distributed shared memory.
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 mod connect;
 mod dice;
 pub mod drive;
+pub mod dsm;
 pub mod fuzz;
 pub mod goodput;
 pub mod leases;

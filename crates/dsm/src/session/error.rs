@@ -13,6 +13,7 @@ use crate::link;
 use crate::memory;
 use crate::protocol::HomesError;
 use crate::sync::{Failure, THREADS_MAX};
+use crate::trace::TraceError;
 
 /// Reason why there is no shared memory, or not any more.
 #[derive(Debug, thiserror::Error)]
@@ -197,6 +198,14 @@ pub enum Error {
         /// The node.
         node: u32,
     },
+    /// The trace cannot be written.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    /// Faults of a mode cannot be recorded.
+    #[error(
+        "RDMUX_DSM_TRACE is set, but faults of mode thread cannot be recorded: set RDMUX_DSM_FAULTS=inline, or mprotect"
+    )]
+    Untraced,
     /// A thread cannot have a number.
     #[error("thread {0} is in use, or its number is not below {THREADS_MAX}")]
     ThreadNumber(u16),
