@@ -120,7 +120,7 @@ fn lock__of_a_node_that_was_killed_is_given_on_with_its_name() {
     wait_for(&mut nodes, "@ locked");
     drop(nodes.remove(1));
     wait_for(&mut nodes, "@ ends");
-    let texts: Vec<String> = nodes.iter_mut().map(Node::printed).collect();
+    let texts: Vec<String> = nodes.iter().map(Node::printed).collect();
     let mut recovered = 0u64;
     for object in 0..LOCKS {
         let count = |line: String| {

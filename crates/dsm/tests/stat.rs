@@ -58,7 +58,7 @@ fn wait(nodes: &mut [common::Node], is_done: impl Fn(&[Node]) -> bool) -> Vec<No
             return found;
         }
         if Instant::now() >= deadline {
-            let said: Vec<String> = nodes.iter_mut().map(common::Node::printed).collect();
+            let said: Vec<String> = nodes.iter().map(common::Node::printed).collect();
             panic!("{found:?} {said:?}");
         }
         std::thread::yield_now();

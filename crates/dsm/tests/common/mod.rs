@@ -1,8 +1,7 @@
 //! Nodes as processes: a test starts its own program once for each node, with the name of what the node does.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
-use std::fs::File;
-use std::io::{Read, Seek};
+use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr};
 use std::num::NonZeroU32;
 use std::os::unix::process::ExitStatusExt;
@@ -13,6 +12,7 @@ use std::time::{Duration, Instant};
 use rdmux_dsm::sync::Failure;
 use rdmux_dsm::{Cluster, Error, FaultMode, Region, Session};
 use rustix::process::{Pid, Signal, kill_process};
+use tempfile::NamedTempFile;
 
 /// Set to what a node does.
 const PART: &str = "RDMUX_DSM_TEST_PART";
@@ -41,7 +41,7 @@ pub(crate) fn part() -> Option<String> {
 /// A node that runs. Dropping it kills the process.
 pub(crate) struct Node {
     child: Child,
-    output: File,
+    output: NamedTempFile,
 }
 
 /// Returns an address of the loopback interface for one cluster: the processes that share an address are limited.
@@ -171,11 +171,11 @@ pub(crate) fn stay() -> ! {
 impl Node {
     /// Starts a command that becomes a node.
     pub(crate) fn start(mut command: Command) -> Node {
-        let output = tempfile::tempfile().unwrap();
+        let output = NamedTempFile::new().unwrap();
         let child = command
             .stdin(Stdio::null())
-            .stdout(output.try_clone().unwrap())
-            .stderr(output.try_clone().unwrap())
+            .stdout(output.as_file().try_clone().unwrap())
+            .stderr(output.as_file().try_clone().unwrap())
             .spawn()
             .unwrap();
         Node { child, output }
@@ -198,10 +198,11 @@ impl Node {
     }
 
     /// Returns what it has printed so far.
-    pub(crate) fn printed(&mut self) -> String {
+    pub(crate) fn printed(&self) -> String {
         let mut text = String::new();
-        self.output.rewind().unwrap();
-        self.output.read_to_string(&mut text).unwrap();
+        // The node writes at the position of the file that it shares with this process.
+        let mut output = self.output.reopen().unwrap();
+        output.read_to_string(&mut text).unwrap();
         text
     }
 
