@@ -154,7 +154,8 @@ impl<N: Numbers<f64>> Blocks<'_, N> {
                 self.decompose(k);
             }
             let needs_diagonal = rest.clone().any(|at| is_own(at, k) || is_own(k, at));
-            meet(if needs_diagonal { &[(k, k)] } else { &[] })?;
+            let diagonal = [(k, k)];
+            meet(if needs_diagonal { &diagonal } else { &[] })?;
             for at in rest.clone() {
                 if is_own(at, k) {
                     self.solve_below(at, k);

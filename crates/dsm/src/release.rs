@@ -95,6 +95,17 @@ use crate::Access;
 use crate::peers::{Ahead, Peers};
 use crate::protocol::{Body, Homes, Message, NodeId, Right, Settings, Violation, Wait};
 
+/// Flushes of other nodes that the driver carries out at a time.
+pub const SLOTS: usize = 8;
+
+/// Bytes of the units of a flush at most, if it has several.
+const RUN_BYTES: u64 = 64 << 10;
+
+/// Returns the units of a flush at most, by the bytes of a unit.
+pub fn run_max(unit_bytes: u64) -> u32 {
+    (RUN_BYTES / unit_bytes).max(1) as u32
+}
+
 /// Number of a release of nothing.
 const NOTHING: u64 = 0;
 

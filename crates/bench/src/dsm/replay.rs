@@ -341,7 +341,7 @@ mod tests {
 
     fn of_rows(rows: &[(&'static str, &[usize])]) -> Suite {
         let line = |(name, columns): &(&'static str, &[usize])| {
-            Line::new(*name, columns, |nodes| Ok(8.0 / nodes as f64))
+            Line::new(name, columns, |nodes| Ok(8.0 / nodes as f64))
         };
         let lines = rows.iter().map(line).collect();
         let mut suite = Suite {

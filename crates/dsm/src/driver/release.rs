@@ -16,14 +16,8 @@ use crate::peers::Ahead;
 use crate::protocol;
 use crate::region::Pages;
 use crate::release::log::{Reader, Rest};
-use crate::release::{Action, Looked, Node, diff, log};
+use crate::release::{Action, Looked, Node, SLOTS, diff, log, run_max};
 use crate::session::Error;
-
-/// Flushes of other nodes that are carried out at a time.
-const SLOTS: usize = 8;
-
-/// Bytes of the units of a flush at most, if it has several. All nodes have the same number.
-const RUN_BYTES: u64 = 64 << 10;
 
 /// Memory of a region with release consistency beside its frames. Others read the twins and the log. What is not used takes no memory.
 #[derive(Debug)]
@@ -46,7 +40,7 @@ struct Layout {
 impl Layout {
     /// Returns the units of a flush at most.
     fn run_max(&self) -> u32 {
-        (RUN_BYTES / self.unit).max(1) as u32
+        run_max(self.unit)
     }
 
     /// Returns the bytes of units.

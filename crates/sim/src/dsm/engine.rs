@@ -211,7 +211,7 @@ impl<'a> Engine<'a> {
             Work::Units { .. } | Work::Threads { .. } | Work::Question { .. } | Work::Answer => {
                 self.costs.message_ns
             }
-            // The READs of a unit and its twin are begun together.
+            // The READs of units and their twins are begun together.
             Work::Pulled { .. } | Work::Looked { .. } | Work::Fetched { .. } => self.costs.read_ns,
             Work::Turn => match node.steps[node.at].event {
                 Event::Pages { waits: true, .. } => self.costs.fault_ns,
@@ -551,11 +551,28 @@ impl<'a> Engine<'a> {
                     self.read(number, from, bytes, Work::Pulled { region, unit, task });
                 }
             }
-            release::Action::Fetch { slot, from, .. } => {
-                self.read(number, from, 2 * bytes, Work::Fetched { region, slot });
+            // A trace has no contents. What a program may write is taken for written, and units that two nodes have written are never the same
+            // again.
+            release::Action::Compare { run } => {
+                if let Some(release) = part.coherence.release() {
+                    release.handle_compared(run, &vec![true; run.count as usize]);
+                }
+                self.spend(number, self.costs.copy_ns(2 * bytes * u64::from(run.count)));
             }
-            // Both copies are read.
-            release::Action::Apply { .. } => self.spend(number, self.costs.copy_ns(2 * bytes)),
+            release::Action::Fetch { run, slot, from } => {
+                let bytes = 2 * bytes * u64::from(run.count);
+                self.read(number, from, bytes, Work::Fetched { region, slot });
+            }
+            release::Action::Land { run, slot, from } => {
+                let bytes = bytes * u64::from(run.count);
+                self.read(number, from, bytes, Work::Fetched { region, slot });
+            }
+            release::Action::Apply { run, from, .. } => {
+                if let Some(release) = part.coherence.release() {
+                    release.handle_applied(from, run, &vec![false; run.count as usize]);
+                }
+                self.spend(number, self.costs.copy_ns(2 * bytes * u64::from(run.count)));
+            }
             release::Action::Append { run } => part.log.push(run),
             release::Action::Look { node } => self.look_at_log(number, region, node),
             release::Action::Wake { .. } | release::Action::Ended => {}

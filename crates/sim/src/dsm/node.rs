@@ -9,9 +9,6 @@ use rdmux_dsm::{Access, Consistency, sync};
 
 use super::{Moment, ReplayError, Report};
 
-/// Flushes that a node carries out at a time, as the driver of the nodes does.
-const SLOTS: usize = 16;
-
 /// Something that a node handles.
 #[derive(Debug)]
 pub(super) enum Work {
@@ -159,7 +156,15 @@ impl Region {
         };
         let coherence = match made.consistency {
             Consistency::Sequential => Coherence::Sequential(Box::new(protocol::Node::new(own, &settings))),
-            Consistency::Release => Coherence::Release(Box::new(release::Node::new(own, &settings, SLOTS))),
+            Consistency::Release => {
+                let run_max = release::run_max(made.unit_bytes);
+                Coherence::Release(Box::new(release::Node::new(
+                    own,
+                    &settings,
+                    release::SLOTS,
+                    run_max,
+                )))
+            }
         };
         Ok(Region {
             unit_bytes: made.unit_bytes,
