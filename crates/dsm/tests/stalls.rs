@@ -129,7 +129,7 @@ fn lease__ends_for_a_node_whose_service_thread_hangs() {
     for mode in MODES {
         let mut nodes = start("parked", 3, mode, LEASE);
         wait_for(&mut nodes, "@ begins");
-        let mut hung = nodes.remove(1);
+        let hung = nodes.remove(1);
         let service = threads(&hung, "dsm");
         assert_eq!(service.len(), 1);
         let held = match Held::new(service[0]) {
