@@ -4,6 +4,7 @@
 mod common;
 
 use std::num::NonZeroU32;
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::Ordering;
 
 use common::{MODES, named, run, run_as_node};
@@ -16,6 +17,7 @@ fn node() {
     run_as_node(&[
         ("small", small),
         ("large", large),
+        ("copied", copied),
         ("contended", contended),
         ("released", released),
         ("dies", dies),
@@ -143,6 +145,44 @@ fn large(session: &Session) {
 fn region__of_large_units_moves_each_by_one_fault() {
     for mode in MODES {
         run("large", 2, mode);
+    }
+}
+
+/// One node copies a slice into an array, and the other one, which has got the right to those elements, copies them out.
+fn copied(session: &Session) {
+    const START: usize = 100;
+    const LEN: usize = 1000;
+    let mut thread = session.thread(0).unwrap();
+    let region = region(session, 4 * PAGE, PAGE);
+    let numbers = region.array::<f64>(PAGE / 2, 1500);
+    let values: Vec<f64> = (0..LEN).map(|at| 0.1 * (at + 1) as f64).collect();
+    if session.node() == 0 {
+        numbers.write(START, &values);
+    }
+    meet(session, &mut thread);
+    if session.node() == 1 {
+        numbers.prefetch(START..START + LEN, Access::Read);
+        numbers.acquire(START..START + LEN, Access::Read).unwrap();
+        let before = region.stat();
+        let mut out = vec![0.0; LEN];
+        numbers.read(START, &mut out);
+        assert_eq!(out, values);
+        let stat = region.stat().since(&before);
+        assert_eq!([stat.read_faults, stat.fetches], [0; 2], "{stat:?}");
+        let mut edges = [f64::NAN; 2];
+        numbers.read(START - 1, &mut edges[..1]);
+        numbers.read(START + LEN, &mut edges[1..]);
+        assert_eq!(edges, [0.0; 2]);
+    }
+    let beyond = std::panic::catch_unwind(AssertUnwindSafe(|| numbers.write(1499, &[1.0; 2])));
+    assert!(beyond.is_err());
+    meet(session, &mut thread);
+}
+
+#[test]
+fn array__is_copied_from_and_to_slices() {
+    for mode in MODES {
+        run("copied", 2, mode);
     }
 }
 

@@ -46,14 +46,14 @@ const PROGRAMS: [Program; 3] = [
     },
     Program {
         command: "dsm_matmul",
-        arguments: &["768"],
+        arguments: &["1152"],
         key: "matmul_s",
         name: "matmul",
         title: "Matmul, s",
     },
     Program {
         command: "dsm_lu",
-        arguments: &["768"],
+        arguments: &["1536"],
         key: "lu_s",
         name: "LU",
         title: "LU, s",
@@ -193,7 +193,7 @@ pub(crate) fn suite(stated: Stated) -> Suite {
         key: "dsm-replay",
         // There is one suite in the life of the program.
         conditions: format!(
-            "SOR of 2,046 x 2,046 points, 100 iterations; matmul and LU of 768 x 768; mode inline; time of the parallel part; replayed from the CPU time of nodes that share \
+            "SOR of 2,046 x 2,046 points, 100 iterations; matmul of 1,152 x 1,152; LU of 1,536 x 1,536; mode inline; time of the parallel part; replayed from the CPU time of nodes that share \
              the CPUs of this host; a message takes {} ns and {} ns to handle it, on the network {} ns instead of the former, and {} GB/s; a change of rights {} ns; a \
              node that computes answers after {} ns, on the network at once",
             of_host.latency_ns,
