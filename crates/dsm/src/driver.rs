@@ -8,6 +8,7 @@ mod making;
 mod presence;
 mod release;
 pub(crate) mod rest;
+mod rights;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -28,7 +29,7 @@ use self::release::{Coherence, ReleaseRead};
 use crate::heap::Arena;
 use crate::link::{Link, LinkError, WorkId};
 use crate::membership::{self, Membership};
-use crate::memory::{self, Access, Change, PageBatch, PageState};
+use crate::memory::{self, Access, PageBatch, PageState};
 use crate::protocol::{self, Action, Right, Violation};
 use crate::region::Pages;
 use crate::stat::{NodeCounter, PeerCounter, RegionCounter, Sheet};
@@ -828,36 +829,13 @@ impl Region {
     /// Protects the view of all pages as the protocol has said, together. Returns their number.
     fn protect(&mut self) -> Result<usize, memory::Error> {
         let protections = std::mem::take(&mut self.protections);
-        let mut single = None;
-        for (unit, _, right) in &protections {
-            let page = self.pages.geometry().page_of(*unit as u32);
-            let change = match (self.pages.view().state(page), right) {
-                (PageState::Invalid, Right::Shared) => Change::Install(Access::Read),
-                (PageState::Invalid, Right::Exclusive) => Change::Install(Access::Write),
-                (PageState::Shared, Right::Exclusive) => Change::Unprotect,
-                (PageState::Modified, Right::Shared) => Change::Protect,
-                (PageState::Shared | PageState::Modified, Right::Invalid) => Change::Invalidate,
-                _ => continue,
-            };
-            match change {
-                Change::Invalidate => self
-                    .sheet
-                    .count_region(self.number, RegionCounter::Invalidations, 1),
-                Change::Protect => self.sheet.count_region(self.number, RegionCounter::Downgrades, 1),
-                Change::Unprotect | Change::Install(_) => {}
-            }
-            match protections.len() {
-                1 => single = Some((page, change)),
-                _ => self.batch.add(page..page + 1, change),
-            }
-        }
-        let view = self.pages.view();
-        let changed = match single {
-            Some((page, change)) => view.change(page, change).map(|_| ()),
-            None if self.batch.is_empty() => Ok(()),
-            None => view.apply(&mut self.batch).map(|_| ()),
-        };
         let count = protections.len();
+        let geometry = self.pages.geometry();
+        let rights = protections
+            .iter()
+            .map(|(unit, _, right)| (geometry.page_of(*unit as u32), *right));
+        let counts = |counter| self.sheet.count_region(self.number, counter, 1);
+        let changed = rights::change(self.pages.view(), &mut self.batch, rights, counts);
         if let Coherence::Sequential(protocol) = &mut self.coherence {
             for (unit, task, _) in &protections {
                 protocol.handle_protected(*unit, *task);

@@ -50,7 +50,7 @@
 //! | Pulling | the same, and it was noticed since | Pulling | Pull |
 //! | Clean | fault to write | Dirty | Copy but at the home, Protect |
 //! | Clean | it is noticed | absent | Protect |
-//! | Dirty | release | Flushing; at the home Clean | Protect, Compare |
+//! | Dirty | release | Flushing; at the home Clean | Protect; but at the home Compare |
 //! | Flushing | it differs from its twin | as before | Flush |
 //! | Flushing | it does not | as after Flushed | |
 //! | Dirty, Flushing | it is noticed | as before, and stale: a release begins | |
@@ -68,7 +68,7 @@
 //!
 //! All is as in [`protocol`](crate::protocol) but for the following.
 //!
-//! - The writes that a node has not released are lost; those that its flushes have brought home may stay.
+//! - The writes that a node has not released are lost; those that its flushes have brought home may stay, also of a part of a unit.
 //! - Nobody can read the log of a node that is gone. So the next acquire takes all copies away.
 //! - Units whose *home* is gone are poisoned at their next fault. Copies stay as they are until the next acquire. A release that has such units to flush
 //!   poisons them, and fails with the name of the home.
@@ -77,8 +77,8 @@
 //!
 //! ## Memory
 //!
-//! A node stores the units that its program has and those of them that are written. Of the units whose home it is it stores those that were written, and
-//! at most one flush of each unit and node.
+//! A node stores the units that its program has and those of them that are written. Of the units whose home it is it stores those that were ever written, with
+//! the last writer, and at most one flush of each unit and node.
 
 pub(crate) mod diff;
 mod flushes;
@@ -89,7 +89,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 pub use rdmux_wire::dsm::notice::Run;
 
-use self::flushes::{Begun, Flush, Flushes};
+use self::flushes::{Begun, Flush, Flushes, Stage};
 use self::rounds::Rounds;
 use crate::Access;
 use crate::peers::{Ahead, Peers};
@@ -97,6 +97,9 @@ use crate::protocol::{Body, Homes, Message, NodeId, Right, Settings, Violation, 
 
 /// Flushes of other nodes that the driver carries out at a time.
 pub const SLOTS: usize = 8;
+
+/// Flushes of a node that its homes have not answered, from which on it compares no more units. A link holds so many messages and more.
+const FLUSHES_MAX: usize = 256;
 
 /// Bytes of the units of a flush at most, if it has several.
 const RUN_BYTES: u64 = 64 << 10;
@@ -109,7 +112,7 @@ pub fn run_max(unit_bytes: u64) -> u32 {
 /// Number of a release of nothing.
 const NOTHING: u64 = 0;
 
-/// A task of the driver, which carries all out in their order before it hands in the next event.
+/// A task of the driver, which carries all out in their order. Further events may come before it has carried out those of the last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
     /// Send a message.
@@ -154,6 +157,8 @@ pub enum Action {
     Compare {
         /// The units.
         run: Run,
+        /// Number of the task.
+        task: u64,
     },
     /// Begin to read units and their twins from another node into a slot, and call [`Node::handle_fetched`] at the end.
     Fetch {
@@ -179,8 +184,6 @@ pub enum Action {
         run: Run,
         /// The slot.
         slot: usize,
-        /// The node that has written them.
-        from: NodeId,
         /// The program may write the frames meanwhile.
         is_shared: bool,
     },
@@ -260,7 +263,9 @@ pub struct Node {
     /// Units of the release in progress but those that have not changed, and how many of them are Flushing.
     released: BTreeSet<u64>,
     flushing: u64,
-    /// Of these, the ones that are not compared yet: the first run is being compared.
+    /// The run of these that is being compared, with the number of the task.
+    compared: Option<(u64, Run)>,
+    /// Those that are compared next.
     comparing: VecDeque<Run>,
     /// Runs of which the home has been told: number of units by first unit.
     sent: BTreeMap<u64, u32>,
@@ -304,6 +309,7 @@ impl Node {
             released: BTreeSet::new(),
             flushing: 0,
             comparing: VecDeque::new(),
+            compared: None,
             sent: BTreeMap::new(),
             run_max,
             failure: None,
@@ -370,11 +376,10 @@ impl Node {
     }
 
     /// Takes the end of [`Action::Compare`]: which of the units differ from their twins. The end of one that is not in progress is ignored.
-    pub fn handle_compared(&mut self, run: Run, differ: &[bool]) {
-        if self.comparing.front() != Some(&run) {
+    pub fn handle_compared(&mut self, task: u64, differ: &[bool]) {
+        let Some((_, run)) = self.compared.take_if(|it| it.0 == task) else {
             return;
-        }
-        self.comparing.pop_front();
+        };
         let mut changed = Vec::new();
         for (unit, differs) in run.units().zip(differ) {
             if *differs && !mutant!(ChangeForgotten) {
@@ -400,37 +405,56 @@ impl Node {
     /// Takes the end of [`Action::Fetch`] or [`Action::Land`]: whether all has landed. A read that has failed comes before the news that its source is
     /// gone.
     pub fn handle_fetched(&mut self, slot: usize, has_landed: bool) {
-        let Some(Begun { flush, lands }) = self.flushes.end(slot) else {
+        let Some(Begun { flush, stage }) = self.flushes.in_slot(slot) else {
+            return;
+        };
+        let run = flush.run;
+        match stage {
+            Stage::Stores => {}
+            Stage::Fetches if has_landed => {
+                // It stays in its slot: nothing lands in these frames before they have the bytes.
+                self.flushes.store(slot);
+                let mut units = self.units.range(run.units());
+                let is_shared = units.any(|(_, it)| it.state == State::Dirty);
+                self.act(Action::Apply { run, slot, is_shared });
+            }
+            Stage::Fetches => self.end_fetch(slot, false),
+            Stage::Lands => {
+                self.end_fetch(slot, has_landed);
+                self.open_awaited(run);
+            }
+        }
+    }
+
+    /// Takes the end of [`Action::Apply`]: which frames have the contents of the copies now.
+    pub fn handle_applied(&mut self, slot: usize, are_same: &[bool]) {
+        let Some(Begun {
+            flush,
+            stage: Stage::Stores,
+        }) = self.flushes.in_slot(slot)
+        else {
+            return;
+        };
+        for (unit, is_same) in flush.run.units().zip(are_same) {
+            let is_dirty = self.units.get(&unit).is_some_and(|it| it.state == State::Dirty);
+            let has_twin = *is_same || mutant!(DifferenceForgotten);
+            let twin = (has_twin && !is_dirty).then_some(flush.from);
+            self.flushes.note(unit, twin);
+        }
+        self.end_fetch(slot, true);
+    }
+
+    /// Ends the flush in a slot, whose writer hears of it if the frames have what it has written.
+    fn end_fetch(&mut self, slot: usize, has_landed: bool) {
+        let Some(Begun { flush, .. }) = self.flushes.end(slot) else {
             return;
         };
         let Flush { from, run, request } = flush;
         if has_landed {
-            if !lands {
-                let mut units = self.units.range(run.units());
-                let is_shared = units.any(|(_, it)| it.state == State::Dirty);
-                self.act(Action::Apply {
-                    run,
-                    slot,
-                    from,
-                    is_shared,
-                });
-            }
             let units = run.count;
             self.post(from, run.first.into(), request, Body::Flushed { units });
         }
-        if lands {
-            self.open_awaited(run);
-        }
         self.fetch();
-    }
-
-    /// Takes the end of [`Action::Apply`]: which frames have the contents of the copies now.
-    pub fn handle_applied(&mut self, from: NodeId, run: Run, are_same: &[bool]) {
-        for (unit, is_same) in run.units().zip(are_same) {
-            let is_dirty = self.units.get(&unit).is_some_and(|it| it.state == State::Dirty);
-            let has_twin = *is_same || mutant!(DifferenceForgotten);
-            self.flushes.note(unit, (has_twin && !is_dirty).then_some(from));
-        }
     }
 
     /// Takes the end of [`Action::Look`]. One that nothing waits for is ignored.
@@ -472,6 +496,7 @@ impl Node {
         if is_looking {
             self.take_noticed();
         }
+        self.compare();
         self.try_end_release();
     }
 
@@ -693,10 +718,16 @@ impl Node {
         self.try_end_release();
     }
 
-    /// Begins to compare the next units of the release.
+    /// Begins to compare the next units of the release, unless it does so, or the homes have much to do.
     fn compare(&mut self) {
-        if let Some(run) = self.comparing.front().copied() {
-            self.act(Action::Compare { run });
+        if self.compared.is_none()
+            && self.sent.len() < FLUSHES_MAX
+            && let Some(run) = self.comparing.pop_front()
+        {
+            let task = self.task;
+            self.task += 1;
+            self.compared = Some((task, run));
+            self.act(Action::Compare { run, task });
         }
     }
 
@@ -714,6 +745,7 @@ impl Node {
             }
             self.released.clear();
             self.comparing.clear();
+            self.compared = None;
             let begins_next = self.releases.end();
             self.act(Action::Ended);
             self.try_end_acquire();
@@ -758,11 +790,11 @@ impl Node {
 
     /// Begins the next flushes.
     fn fetch(&mut self) {
-        while let Some((slot, Begun { flush, lands })) = self.flushes.begin() {
+        while let Some((slot, Begun { flush, stage })) = self.flushes.begin() {
             let Flush { from, run, .. } = flush;
-            self.act(match lands {
-                true => Action::Land { run, slot, from },
-                false => Action::Fetch { run, slot, from },
+            self.act(match stage {
+                Stage::Lands => Action::Land { run, slot, from },
+                _ => Action::Fetch { run, slot, from },
             });
         }
     }
@@ -776,6 +808,7 @@ impl Node {
         for unit in unit..unit + u64::from(units) {
             self.end_flush(unit);
         }
+        self.compare();
         self.try_end_release();
         Ok(())
     }

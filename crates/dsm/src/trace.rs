@@ -29,7 +29,7 @@ use std::str::{FromStr, SplitAsciiWhitespace};
 pub(crate) use self::recorder::Recorder;
 use crate::cluster::NODES_MAX;
 use crate::driver::REGIONS_MAX;
-use crate::geometry::{UNIT_BYTES_MAX, UNIT_BYTES_MIN};
+use crate::geometry::Geometry;
 pub use crate::session::units_at_once;
 use crate::sync::{Call, Mode, Operation, THREADS_MAX};
 use crate::{Access, Consistency, Placement};
@@ -192,15 +192,21 @@ impl Trace {
 
     /// Parses a trace. An error names the line.
     fn parse(text: &str) -> Result<Trace, String> {
+        if text.is_empty() {
+            return Err("it is empty: the program must drop its session".into());
+        }
         let mut lines = text.lines().enumerate();
         let head = lines.next().map_or("", |(_, line)| line);
         let mut trace =
             Trace::parse_head(head).ok_or("line 1: not the first line of a trace of this version")?;
         // Units of each region.
         let mut regions = Vec::new();
-        for (at, line) in lines {
+        while let Some((at, line)) = lines.next() {
             if line == STOP {
-                return Ok(trace);
+                let behind = lines
+                    .next()
+                    .map(|(at, _)| format!("line {}: it is behind the end", at + 1));
+                return behind.map_or(Ok(trace), Err);
             }
             let step = Step::parse(line).and_then(|step| {
                 step.check(&mut regions, trace.nodes)?;
@@ -210,7 +216,7 @@ impl Trace {
                 .steps
                 .push(step.map_err(|problem| format!("line {}: {problem}", at + 1))?);
         }
-        Err("it has no end: the program must drop its session".into())
+        Err("it has no end: the program must drop its session, and the file system have room".into())
     }
 
     fn parse_head(line: &str) -> Option<Trace> {
@@ -273,8 +279,9 @@ impl Step {
         match &self.event {
             Event::Region(region) => {
                 let is_next = region.number as usize == regions.len() && regions.len() < REGIONS_MAX;
-                let range = UNIT_BYTES_MIN..=UNIT_BYTES_MAX;
-                if !is_next || region.units == 0 || !range.contains(&region.unit_bytes) {
+                let bytes = region.unit_bytes.checked_mul(region.units.into());
+                let geometry = bytes.and_then(|bytes| Geometry::new(bytes, region.unit_bytes).ok());
+                if !is_next || geometry.is_none_or(|it| it.units() != region.units) {
                     return Err("a region that cannot be");
                 }
                 regions.push(region.units);

@@ -75,16 +75,27 @@ fn sent(actions: &[Action]) -> Vec<(NodeId, u64, Body)> {
     sent.collect()
 }
 
+/// Returns the run that is to be compared, with the number of the task, after other actions.
+fn compared(actions: &[Action]) -> (Run, u64) {
+    match actions {
+        [.., Action::Compare { run, task }] => (*run, *task),
+        others => panic!("{others:?}"),
+    }
+}
+
 /// Has node 0 write unit 1, and begin to release it.
 fn releasing() -> Node {
     let mut node = node();
     write(&mut node, 1..2);
     assert_eq!(node.handle_release(), 1);
     let right = Right::Shared;
-    let compare = Action::Compare { run: run(1, 1) };
-    assert_eq!(actions(&mut node), [Action::Protect { unit: 1, right }, compare]);
+    let all = actions(&mut node);
+    assert_eq!(all[..1], [Action::Protect { unit: 1, right }]);
+    let (of, task) = compared(&all[1..]);
+    assert_eq!((of, all.len()), (run(1, 1), 2));
     assert_eq!(node.waits().count(), 0);
-    node.handle_compared(run(1, 1), &[true]);
+    node.handle_compared(task + 1, &[false]);
+    node.handle_compared(task, &[true]);
     assert_eq!(sent(&actions(&mut node)), [(id(1), 1, FLUSH)]);
     assert_eq!(node.waits().map(|it| it.node).collect::<Vec<_>>(), [id(1)]);
     node
@@ -182,10 +193,9 @@ fn handle_message__to_flush_what_others_have_written_reads_twins_and_waits_for_w
         slot,
         from: id(from),
     };
-    let apply = |slot, from, is_shared| Action::Apply {
+    let apply = |slot, is_shared| Action::Apply {
         run: run(0, 1),
         slot,
-        from: id(from),
         is_shared,
     };
     assert_eq!(take(&mut node, (1, 0), 0, FLUSH), [land(0, 1)]);
@@ -197,13 +207,13 @@ fn handle_message__to_flush_what_others_have_written_reads_twins_and_waits_for_w
     // The copy of node 1 lacks what node 2 has written.
     assert_eq!(take(&mut node, (1, 1), 0, FLUSH), [fetch(1, 1)]);
     node.handle_fetched(0, true);
-    let all = actions(&mut node);
-    assert_eq!(all[0], apply(0, 2, false));
-    assert_eq!(sent(&all), [(id(2), 0, FLUSHED)]);
-    node.handle_applied(id(2), run(0, 1), &[false]);
+    assert_eq!(actions(&mut node), [apply(0, false)]);
+    node.handle_applied(0, &[false]);
+    assert_eq!(sent(&actions(&mut node)), [(id(2), 0, FLUSHED)]);
     node.handle_fetched(1, true);
-    assert_eq!(actions(&mut node)[0], apply(1, 1, false));
-    node.handle_applied(id(1), run(0, 1), &[true]);
+    assert_eq!(actions(&mut node), [apply(1, false)]);
+    node.handle_applied(1, &[true]);
+    actions(&mut node);
     // Copy and frame are the same now.
     assert_eq!(take(&mut node, (1, 2), 0, FLUSH), [land(0, 1)]);
     node.handle_fetched(0, true);
@@ -213,8 +223,9 @@ fn handle_message__to_flush_what_others_have_written_reads_twins_and_waits_for_w
     actions(&mut node);
     assert_eq!(take(&mut node, (1, 3), 0, FLUSH), [fetch(0, 1)]);
     node.handle_fetched(0, true);
-    assert_eq!(actions(&mut node)[0], apply(0, 1, true));
-    node.handle_applied(id(1), run(0, 1), &[true]);
+    assert_eq!(actions(&mut node), [apply(0, true)]);
+    node.handle_applied(0, &[true]);
+    actions(&mut node);
     assert_eq!(take(&mut node, (1, 4), 0, FLUSH), [fetch(0, 1)]);
 }
 
@@ -253,18 +264,20 @@ fn handle_release__tells_homes_of_runs_that_have_changed_and_logs_no_others() {
     let mut node = node_of(8);
     write(&mut node, 10..18);
     assert_eq!(node.handle_release(), 1);
-    let all = actions(&mut node);
-    assert_eq!(all[8..], [Action::Compare { run: run(10, 4) }]);
-    node.handle_compared(run(10, 4), &[true, true, false, true]);
+    let (of, task) = compared(&actions(&mut node)[8..]);
+    assert_eq!(of, run(10, 4));
+    node.handle_compared(task, &[true, true, false, true]);
     let all = actions(&mut node);
     let flush = |node, unit: u64, units| (id(node), unit, Body::Flush { units });
     assert_eq!(sent(&all), [flush(1, 10, 2), flush(1, 13, 1)]);
-    assert_eq!(all[2..], [Action::Compare { run: run(14, 2) }]);
-    node.handle_compared(run(14, 2), &[true, true]);
+    let (of, task) = compared(&all[2..]);
+    assert_eq!(of, run(14, 2));
+    node.handle_compared(task, &[true, true]);
     let all = actions(&mut node);
     assert_eq!(sent(&all), [flush(1, 14, 2)]);
-    assert_eq!(all[1..], [Action::Compare { run: run(16, 2) }]);
-    node.handle_compared(run(16, 2), &[false, false]);
+    let (of, task) = compared(&all[1..]);
+    assert_eq!(of, run(16, 2));
+    node.handle_compared(task, &[false, false]);
     assert_eq!(actions(&mut node), NOTHING);
     for (sequence, (unit, units)) in (0..).zip([(13, 1), (10, 2), (14, 2)]) {
         assert_eq!(node.released(1), None);
@@ -279,15 +292,79 @@ fn handle_release__tells_homes_of_runs_that_have_changed_and_logs_no_others() {
     assert_eq!(node.released(1), Some(Ok(())));
 }
 
+/// Has node 0 compare units that have all changed, as long as it wants to. Returns what it tells homes.
+fn compare_all(node: &mut Node, mut all: Vec<Action>) -> Vec<(NodeId, u64, Body)> {
+    let mut told = sent(&all);
+    while let Some(Action::Compare { run, task }) = all.last() {
+        node.handle_compared(*task, &vec![true; run.count as usize]);
+        all = actions(node);
+        told.extend(sent(&all));
+    }
+    told
+}
+
+/// Units 1200 to 2399 have home 1.
+#[test]
+fn handle_release__of_many_runs_goes_on_as_the_home_answers() {
+    let mut node = node_of(1200);
+    write(&mut node, 1200..2400);
+    let round = node.handle_release();
+    let all = actions(&mut node);
+    let mut told = compare_all(&mut node, all);
+    assert_eq!(told.len(), 256);
+    for answer in 0..300 {
+        assert_eq!(node.released(round), None);
+        let body = Body::Flushed { units: 4 };
+        let all = take(&mut node, (1, answer), 1200 + 4 * answer, body);
+        told.extend(compare_all(&mut node, all));
+        assert_eq!(told.len() as u64, 300.min(257 + answer));
+    }
+    assert_eq!(node.released(round), Some(Ok(())));
+}
+
+/// The flush of node 2 is read while node 1 flushes twice, the second time when no slot is free.
+#[test]
+fn handle_fetched__of_others_lets_nothing_land_before_it_is_stored() {
+    let mut node = node_of(8);
+    take(&mut node, (1, 0), 0, FLUSH);
+    node.handle_fetched(0, true);
+    actions(&mut node);
+    take(&mut node, (2, 0), 0, FLUSH);
+    take(&mut node, (1, 1), 0, FLUSH);
+    node.handle_fetched(1, true);
+    actions(&mut node);
+    node.handle_applied(1, &[true]);
+    actions(&mut node);
+    take(&mut node, (1, 2), 4, FLUSH);
+    assert_eq!(take(&mut node, (1, 3), 0, FLUSH), NOTHING);
+    node.handle_fetched(0, true);
+    let is_shared = false;
+    let apply = Action::Apply {
+        run: run(0, 1),
+        slot: 0,
+        is_shared,
+    };
+    assert_eq!(actions(&mut node), [apply]);
+    node.handle_applied(0, &[false]);
+    let all = actions(&mut node);
+    assert_eq!(sent(&all), [(id(2), 0, FLUSHED)]);
+    let fetch = Action::Fetch {
+        run: run(0, 1),
+        slot: 0,
+        from: id(1),
+    };
+    assert_eq!(all[1..], [fetch]);
+}
+
 #[test]
 fn handle_release__of_units_that_have_not_changed_ends_at_once() {
     let mut node = node();
     write(&mut node, 1..2);
     let round = node.handle_release();
-    actions(&mut node);
+    let (_, task) = compared(&actions(&mut node));
     // A thread writes it while it is compared.
     node.handle_fault(1, Access::Write);
-    node.handle_compared(run(1, 1), &[false]);
+    node.handle_compared(task, &[false]);
     let right = Right::Exclusive;
     assert_eq!(
         actions(&mut node),
@@ -374,8 +451,8 @@ fn happen(node: &mut Node, sequence: u64, dice: &mut ChaCha8Rng) -> (Option<u64>
             };
             node.handle_looked(from, looked);
         }
-        6 => node.handle_compared(run(number(3), 1), &[number(2) == 0]),
-        7 => node.handle_applied(from, run(number(3), 1), &[number(2) == 0]),
+        6 => node.handle_compared(number(20).into(), &[number(2) == 0]),
+        7 => node.handle_applied(number(2) as usize, &[number(2) == 0]),
         8 => return (Some(node.handle_release()), None),
         _ => return (None, Some(node.handle_acquire())),
     }

@@ -342,7 +342,7 @@ fn wrong(session: &Session) {
         );
     }
     let array = || small.array::<u64>(248, 2).len();
-    let refused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(array)).unwrap_err();
+    let refused = std::panic::catch_unwind(AssertUnwindSafe(array)).unwrap_err();
     let text = refused.downcast_ref::<String>().unwrap();
     assert_eq!(text, "2 numbers at 248 are in several units of 256 bytes");
     let error = session

@@ -366,13 +366,13 @@ impl Driver {
                 self.changes += 1;
                 self.note_failure(poisoned);
             }
-            Action::Compare { run } => {
+            Action::Compare { run, task } => {
                 let differs = |unit: u64| {
                     let at = unit * shadow.layout.unit;
                     diff::differ(words(&region.pages, at, shadow), shadow.words(at))
                 };
                 let differ: Vec<bool> = run.units().map(differs).collect();
-                part.node.handle_compared(run, &differ);
+                part.node.handle_compared(task, &differ);
             }
             Action::Fetch { run, slot, from } => {
                 part.fetches[slot].begin(2);
@@ -387,12 +387,7 @@ impl Driver {
                 part.fetches[slot].begin(1);
                 self.read_from(number, from, Read::Release(ReleaseRead::Frames { run, slot }));
             }
-            Action::Apply {
-                run,
-                slot,
-                from,
-                is_shared,
-            } => {
+            Action::Apply { run, slot, is_shared } => {
                 let Layout { unit: bytes, .. } = shadow.layout;
                 let (copies, twins) = (shadow.layout.slot(slot), shadow.layout.slot_twins(slot));
                 let store = |(index, unit): (u64, u64)| {
@@ -406,7 +401,7 @@ impl Driver {
                     diff::store_changes(copy, twin, frame)
                 };
                 let are_same: Vec<bool> = (0..).zip(run.units()).map(store).collect();
-                part.node.handle_applied(from, run, &are_same);
+                part.node.handle_applied(slot, &are_same);
             }
             Action::Append { run } => {
                 log::append(shadow.memory.mapping(), shadow.layout.log() as usize, run);

@@ -15,18 +15,28 @@ pub(super) struct Flush {
     pub(super) request: u64,
 }
 
-/// A flush whose units are being read.
+/// Progress of a flush that has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Stage {
+    /// The units are being read straight into the frames.
+    Lands,
+    /// Units and twins are being read into the slot.
+    Fetches,
+    /// What was written is about to be stored into the frames.
+    Stores,
+}
+
+/// A flush that has begun.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Begun {
     pub(super) flush: Flush,
-    /// They are read straight into the frames.
-    pub(super) lands: bool,
+    pub(super) stage: Stage,
 }
 
 /// All of them, at most one of each unit and node.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Flushes {
-    /// Those that are being read.
+    /// Those that have begun.
     slots: Vec<Option<Begun>>,
     /// Those that wait.
     queue: VecDeque<Flush>,
@@ -79,7 +89,7 @@ impl Flushes {
             let begun = self.slots.iter().flatten();
             begun.filter(move |it| overlap(it.flush.run, run))
         };
-        if beside().any(|it| it.lands) && !mutant!(LandingOvertaken) {
+        if beside().any(|it| it.stage == Stage::Lands) && !mutant!(LandingOvertaken) {
             return None;
         }
         let is_twin = |twin: &Option<NodeId>| *twin == Some(from) || mutant!(OthersOverwritten);
@@ -90,9 +100,25 @@ impl Flushes {
             let twins = run.units().map(|unit| (unit, lands.then_some(from)));
             self.twins.extend(twins);
         }
-        let begun = Begun { flush, lands };
+        let stage = match lands {
+            true => Stage::Lands,
+            false => Stage::Fetches,
+        };
+        let begun = Begun { flush, stage };
         self.slots[slot] = Some(begun);
         Some((slot, begun))
+    }
+
+    /// Returns the flush in a slot.
+    pub(super) fn in_slot(&self, slot: usize) -> Option<Begun> {
+        *self.slots.get(slot)?
+    }
+
+    /// Notes that what was written is about to be stored, of a flush that was read into its slot.
+    pub(super) fn store(&mut self, slot: usize) {
+        if let Some(Some(begun)) = self.slots.get_mut(slot) {
+            begun.stage = Stage::Stores;
+        }
     }
 
     /// Ends the flush in a slot.
@@ -106,7 +132,7 @@ impl Flushes {
     /// Returns whether a flush writes into the frame of the unit.
     pub(super) fn is_landing(&self, unit: u64) -> bool {
         let mut begun = self.slots.iter().flatten();
-        begun.any(|it| it.lands && it.flush.run.units().contains(&unit))
+        begun.any(|it| it.stage == Stage::Lands && it.flush.run.units().contains(&unit))
     }
 
     /// Notes the node whose twin has the contents of a unit's frame from now on, if there is one.
@@ -141,7 +167,7 @@ mod tests {
         flushes.take(flush).unwrap();
         let (slot, begun) = flushes.begin().unwrap();
         assert_eq!(flushes.end(slot), Some(begun));
-        begun.lands
+        begun.stage == Stage::Lands
     }
 
     #[test]
@@ -183,14 +209,14 @@ mod tests {
         flushes.take(flush(ONE, 0, 4)).unwrap();
         flushes.take(flush(TWO, 3, 1)).unwrap();
         let (slot, begun) = flushes.begin().unwrap();
-        assert!(begun.lands && flushes.is_landing(3) && !flushes.is_landing(4));
+        assert!(begun.stage == Stage::Lands && flushes.is_landing(3) && !flushes.is_landing(4));
         assert_eq!(flushes.begin(), None);
         flushes.end(slot).unwrap();
         let (_, begun) = flushes.begin().unwrap();
-        assert_eq!((begun.flush.from, begun.lands), (TWO, false));
+        assert_eq!((begun.flush.from, begun.stage), (TWO, Stage::Fetches));
         // The copy of node 1 is that of the frame, but node 2's bytes are about to be stored.
         flushes.note(3, Some(ONE));
         flushes.take(flush(ONE, 2, 2)).unwrap();
-        assert!(!flushes.begin().unwrap().1.lands);
+        assert_eq!(flushes.begin().unwrap().1.stage, Stage::Fetches);
     }
 }

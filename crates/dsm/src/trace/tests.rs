@@ -80,6 +80,7 @@ fn parse__names_the_line_that_is_damaged() {
         ("46 signal", "46 sing", "line 18: \"sing\" is no event"),
         ("50 load", "-50 load", "line 22: \"-50\" may not stand here"),
         ("stop\n", "", "it has no end"),
+        ("stop\n", "stop\n50 acquire\n", "line 26: it is behind the end"),
     ] {
         assert!(TEXT.contains(old), "{old}");
         let problem = Trace::parse(&TEXT.replacen(old, new, 1)).unwrap_err();

@@ -371,9 +371,21 @@ impl World {
                 Task::Pull { unit, .. } => worlds.homes[*unit] == gone,
                 Task::Fetch { from, .. } | Task::Land { from, .. } | Task::Look { from, .. } => *from == gone,
             });
-        self.sites[number].tasks = left;
-        let node = &mut self.sites[number].node;
+        let site = &mut self.sites[number];
+        site.tasks = left;
+        let node = &mut site.node;
         for task in ended {
+            if let Task::Land {
+                run,
+                found: Some(found),
+                ..
+            } = &task
+            {
+                // A part has come.
+                for (unit, words) in units(*run).zip(found) {
+                    site.frames[unit][0] = words[0];
+                }
+            }
             match task {
                 Task::Pull { unit, task, .. } => node.handle_pulled(unit as u64, task, false),
                 Task::Fetch { slot, .. } | Task::Land { slot, .. } => node.handle_fetched(slot, false),
@@ -523,10 +535,10 @@ impl World {
                     site.lost[unit as usize] = true;
                     site.rights[unit as usize] = Right::Invalid;
                 }
-                Action::Compare { run } => {
+                Action::Compare { run, task } => {
                     let differ = units(run).map(|unit| site.frames[unit] != site.twins[unit]);
                     let differ: Vec<bool> = differ.collect();
-                    site.node.handle_compared(run, &differ);
+                    site.node.handle_compared(task, &differ);
                 }
                 Action::Fetch { run, slot, from } => site.tasks.push(Task::Fetch {
                     run,
@@ -539,12 +551,7 @@ impl World {
                     from: from.number() as usize,
                     found: None,
                 }),
-                Action::Apply {
-                    run,
-                    slot,
-                    from,
-                    is_shared,
-                } => {
+                Action::Apply { run, slot, is_shared } => {
                     let mut are_same = vec![];
                     let copies = std::mem::take(&mut site.slots[slot]);
                     for (unit, (copy, twin)) in units(run).zip(copies) {
@@ -558,7 +565,7 @@ impl World {
                         }
                         are_same.push(site.frames[unit] == copy);
                     }
-                    site.node.handle_applied(from, run, &are_same);
+                    site.node.handle_applied(slot, &are_same);
                 }
                 Action::Append { run } => site.log.extend(run.first..run.first + run.count),
                 Action::Look { node } => site.tasks.push(Task::Look {
@@ -747,6 +754,32 @@ pub(crate) const SMALL: &[Worlds] = &[
             (2, &[L(0), R(0, 0), U(0)]),
         ],
     ),
+    Worlds {
+        slots: 2,
+        run_max: 1,
+        ..world(
+            "3 nodes, 2 units, false sharing, flushes that wait for slots",
+            &[0, 0],
+            &[
+                (
+                    1,
+                    &[
+                        L(0),
+                        W(0, 0, 1),
+                        U(0),
+                        L(0),
+                        W(0, 0, 2),
+                        U(0),
+                        L(0),
+                        W(0, 0, 3),
+                        W(1, 0, 4),
+                        U(0),
+                    ],
+                ),
+                (2, &[L(1), W(0, 1, 5), U(1), L(1), R(0, 1), U(1)]),
+            ],
+        )
+    },
     world(
         "2 nodes, 2 threads at one, 1 unit, 2 locks",
         &[1],

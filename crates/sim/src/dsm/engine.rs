@@ -43,13 +43,13 @@ pub(super) struct Engine<'a> {
 impl<'a> Engine<'a> {
     pub(super) fn new(traces: &'a [Trace], costs: Costs) -> Result<Engine<'a>, ReplayError> {
         let nodes = traces.first().map_or(0, |trace| trace.nodes);
-        let members: Vec<NodeId> = (0..nodes).filter_map(NodeId::new).collect();
         let are_all = traces.iter().map(|trace| trace.node).eq(0..nodes);
         let first = traces.first().filter(|_| are_all);
         let is_of_run = |trace: &Trace| first.is_some_and(|first| trace.regions().eq(first.regions()));
         if first.is_none() || !traces.iter().all(is_of_run) {
             return Err(ReplayError::Nodes(traces.len(), nodes));
         }
+        let members: Vec<NodeId> = (0..nodes).filter_map(NodeId::new).collect();
         let node = |(own, trace)| Node::new(own, &members, trace);
         let nodes = members.iter().copied().zip(traces).map(node);
         Ok(Engine {
@@ -553,9 +553,9 @@ impl<'a> Engine<'a> {
             }
             // A trace has no contents. What a program may write is taken for written, and units that two nodes have written are never the same
             // again.
-            release::Action::Compare { run } => {
+            release::Action::Compare { run, task } => {
                 if let Some(release) = part.coherence.release() {
-                    release.handle_compared(run, &vec![true; run.count as usize]);
+                    release.handle_compared(task, &vec![true; run.count as usize]);
                 }
                 self.spend(number, self.costs.copy_ns(2 * bytes * u64::from(run.count)));
             }
@@ -567,9 +567,9 @@ impl<'a> Engine<'a> {
                 let bytes = bytes * u64::from(run.count);
                 self.read(number, from, bytes, Work::Fetched { region, slot });
             }
-            release::Action::Apply { run, from, .. } => {
+            release::Action::Apply { run, slot, .. } => {
                 if let Some(release) = part.coherence.release() {
-                    release.handle_applied(from, run, &vec![false; run.count as usize]);
+                    release.handle_applied(slot, &vec![false; run.count as usize]);
                 }
                 self.spend(number, self.costs.copy_ns(2 * bytes * u64::from(run.count)));
             }
