@@ -305,22 +305,30 @@ fn line(node: &mut Node, words: &str) -> String {
     line.expect(&text).to_owned()
 }
 
+/// Has a node attack another one, and checks that the connection between the two ends, with a word of the error, and that the others go on.
+fn check(
+    number: usize,
+    (name, attack, word): (&str, Attack, &str),
+    (mut nodes, mut hostile): (Vec<Node>, Played),
+) {
+    let to = number as u32 % HOSTILE;
+    println!("{name}, to node {to}");
+    attack(&mut hostile, to);
+    hostile.pump_until(LONG, |it| it.peer(to).is_ended);
+    wait_for(&mut nodes, "@ misses 2: node 2 is gone: ");
+    let said = line(&mut nodes[to as usize], "@ misses");
+    println!("{said}");
+    assert!(said.contains(word), "{name}: {said}");
+    go_on(&mut nodes);
+}
+
 #[test]
 fn hostile__message_ends_the_connection_to_its_sender_alone() {
     // Another session on this host has nothing to do with it.
     let mut others = start("bystander", 2, FaultMode::Inline, LONG);
     wait_for(&mut others, "@ begins");
-    for (number, (name, attack, word)) in ATTACKS.into_iter().enumerate() {
-        let to = number as u32 % HOSTILE;
-        let (mut nodes, mut hostile) = begin(MODES[number % 3]);
-        println!("{name}, to node {to}");
-        attack(&mut hostile, to);
-        hostile.pump_until(LONG, |it| it.peer(to).is_ended);
-        wait_for(&mut nodes, "@ misses 2: node 2 is gone: ");
-        let said = line(&mut nodes[to as usize], "@ misses");
-        println!("{said}");
-        assert!(said.contains(word), "{name}: {said}");
-        go_on(&mut nodes);
+    for (number, attack) in ATTACKS.into_iter().enumerate() {
+        check(number, attack, begin(MODES[number % 3]));
     }
     go_on(&mut others);
     assert!(others.iter_mut().all(|node| !node.printed().contains("misses")));
@@ -362,17 +370,8 @@ const FLUSHES: [(&str, Attack, &str); 5] = [
 
 #[test]
 fn hostile__flush_ends_the_part_of_its_sender_alone() {
-    for (number, (name, attack, word)) in FLUSHES.into_iter().enumerate() {
-        let to = number as u32 % HOSTILE;
-        let (mut nodes, mut hostile) = begin_with("releaser", MODES[number % 3]);
-        println!("{name}, to node {to}");
-        attack(&mut hostile, to);
-        hostile.pump_until(LONG, |it| it.peer(to).is_ended);
-        wait_for(&mut nodes, "@ misses 2: node 2 is gone: ");
-        let said = line(&mut nodes[to as usize], "@ misses");
-        println!("{said}");
-        assert!(said.contains(word), "{name}: {said}");
-        go_on(&mut nodes);
+    for (number, attack) in FLUSHES.into_iter().enumerate() {
+        check(number, attack, begin_with("releaser", MODES[number % 3]));
     }
 }
 
