@@ -4,12 +4,14 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
 use crate::memory::Access;
 use crate::region::Region;
 use crate::session::Error;
 
 /// A number of 64 bits.
-pub trait Number: Copy + sealed::Sealed {
+pub trait Number: Copy + FromBytes + IntoBytes + Immutable + sealed::Sealed {
     /// Returns its bits.
     fn to_bits(self) -> u64;
     /// Returns the number of these bits.
@@ -50,7 +52,8 @@ impl Number for f64 {
     }
 }
 
-/// An array of numbers in a region. Each access is one of an atomic of relaxed order: barriers and locks order them between threads.
+/// An array of numbers in a region. Each access to one of them is that of an atomic of relaxed order: barriers and locks order them between
+/// threads.
 #[derive(Clone, Copy, Debug)]
 pub struct Array<'a, T> {
     region: &'a Region<'a>,
@@ -98,27 +101,32 @@ impl<'a, T: Number> Array<'a, T> {
         self.words[index].store(value.to_bits(), Ordering::Relaxed);
     }
 
-    /// Copies elements from `start` on to a slice, each by an access of its own. Loops over a slice are faster than those over an array, whose
-    /// elements the compiler does not take together.
+    /// Copies elements from `start` on to a slice. An element that another thread writes meanwhile is old, new or a mixture of both. Loops over
+    /// a slice are faster than those over an array, whose elements the compiler does not take together.
     ///
     /// # Panics
     /// If there are no such elements.
     pub fn read(&self, start: usize, out: &mut [T]) {
-        let words = &self.words[start..start + out.len()];
-        for (out, word) in out.iter_mut().zip(words) {
-            *out = T::of_bits(word.load(Ordering::Relaxed));
-        }
+        let place = self.place(start, out.len());
+        let copied = self.region.mapping().read(place, out.as_mut_bytes());
+        copied.expect("bytes of the mapping");
     }
 
-    /// Sets elements from `start` on to those of a slice, each by an access of its own.
+    /// Sets elements from `start` on to those of a slice, in any order. A thread that reads one of them meanwhile gets the old one, the new one or
+    /// a mixture of both.
     ///
     /// # Panics
     /// If there are no such elements.
     pub fn write(&self, start: usize, values: &[T]) {
-        let words = &self.words[start..start + values.len()];
-        for (value, word) in values.iter().zip(words) {
-            word.store(value.to_bits(), Ordering::Relaxed);
-        }
+        let place = self.place(start, values.len());
+        let copied = self.region.mapping().copy_in(place, values.as_bytes());
+        copied.expect("bytes of the mapping");
+    }
+
+    /// Returns the place of the first of some elements in the mapping.
+    fn place(&self, start: usize, len: usize) -> u64 {
+        let bytes = self.bytes(start..start + len);
+        self.region.place(self.offset) + (bytes.start - self.offset)
     }
 
     /// Gets a right to elements, which other nodes may take again at once: their accesses that follow take no fault until then.
@@ -143,7 +151,10 @@ impl<'a, T: Number> Array<'a, T> {
     /// Returns the bytes of elements in the region.
     fn bytes(&self, elements: Range<usize>) -> Range<u64> {
         let len = self.len();
-        assert!(elements.end <= len, "elements {elements:?} of {len}");
+        assert!(
+            elements.start <= elements.end && elements.end <= len,
+            "elements {elements:?} of {len}"
+        );
         let byte = |element: usize| self.offset + 8 * element as u64;
         byte(elements.start)..byte(elements.end)
     }

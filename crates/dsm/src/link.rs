@@ -243,6 +243,9 @@ impl Link {
     pub(crate) fn send(&mut self, message: [u8; MESSAGE_LEN]) -> Result<(), LinkError> {
         self.waiting.push_back(message);
         self.send_waiting()?;
+        if self.has_room_for_bell() && self.end.may_rouse(&*self.ring) {
+            self.post_bell_request()?;
+        }
         match self.waiting.len() > WAITING_MAX {
             true => Err(LinkError::Stuck),
             false => Ok(()),
@@ -319,9 +322,17 @@ impl Link {
 
     /// Rings the bell if the node may not see the frames that were posted: they are on their way, or it sleeps.
     pub(crate) fn ring(&mut self) -> Result<(), LinkError> {
-        if self.outstanding >= SENDS - READS - 2 || !self.end.must_ring(&*self.ring) {
-            return Ok(());
+        match self.has_room_for_bell() && self.end.must_ring(&*self.ring) {
+            true => self.post_bell_request(),
+            false => Ok(()),
         }
+    }
+
+    fn has_room_for_bell(&self) -> bool {
+        self.outstanding < SENDS - READS - 2
+    }
+
+    fn post_bell_request(&mut self) -> Result<(), LinkError> {
         self.post_request(SendRequest::send(SgeList::EMPTY), WorkId::Bell)
     }
 

@@ -128,6 +128,17 @@ impl End {
         self.owes_bell
     }
 
+    /// Returns whether to ring the bell before all frames are posted, as the peer sleeps: it wakes while this node prepares the next ones.
+    /// [`End::must_ring`] then tells whether it may have gone to sleep again.
+    pub(super) fn may_rouse(&mut self, ring: &impl Ring) -> bool {
+        let word = ring.word();
+        let sleeps = self.owes_bell && self.is_direct && word != 0 && word != self.rung;
+        if sleeps {
+            self.rung = word;
+        }
+        sleeps
+    }
+
     /// Returns whether the bell must be rung, as the peer may not see the frames that were posted: they are on their way, or it sleeps.
     pub(super) fn must_ring(&mut self, ring: &impl Ring) -> bool {
         if !std::mem::take(&mut self.owes_bell) {

@@ -1,5 +1,6 @@
 //! The service thread of a node: answers the others and the program's faults, while no thread of the program does.
 
+use std::hint::spin_loop;
 use std::time::{Duration, Instant};
 
 use rdmux_runtime::Waiting;
@@ -15,6 +16,9 @@ use crate::stat::NodeCounter;
 /// Questions whether a node is there, in the time of a lease.
 const PROBES: u32 = 8;
 
+/// Looks for frames alone between two looks at all that comes, which need system calls.
+const LOOKS: u32 = 64;
+
 /// Stage of the events that the service thread handles.
 const STAGE: NodeCounter = NodeCounter::Stage2Events;
 
@@ -25,6 +29,7 @@ pub(super) fn serve(shared: &Shared) {
         gaps: Gaps::new(Waiting::chained(None, WAKES)),
         readers: shared.readers(),
         faults: Vec::new(),
+        looks: 0,
         probed: Instant::now(),
     };
     shared.turns.serve(STAGE, &mut serving);
@@ -36,6 +41,8 @@ struct Serving<'a> {
     gaps: Gaps,
     readers: Vec<(u32, Pages)>,
     faults: Vec<Fault>,
+    /// Looks for frames alone since all was looked at.
+    looks: u32,
     probed: Instant,
 }
 
@@ -51,7 +58,7 @@ impl Pause for Serving<'_> {
 
 impl Service for Serving<'_> {
     fn turn(&mut self) -> bool {
-        let any = self.take_all();
+        let any = self.take_frames() || self.take_all();
         let shared = self.shared;
         if self.probed.elapsed() >= shared.lease / PROBES {
             self.probed = Instant::now();
@@ -97,8 +104,26 @@ impl Service for Serving<'_> {
 }
 
 impl Serving<'_> {
+    /// Answers frames, until some have come or all is to be looked at. Returns whether some have come.
+    fn take_frames(&mut self) -> bool {
+        while self.looks < LOOKS {
+            self.looks += 1;
+            let mut driver = self.shared.turns.lock_in(STAGE);
+            if driver.uses_packets() {
+                return false;
+            }
+            if driver.turn(false) {
+                return true;
+            }
+            drop(driver);
+            spin_loop();
+        }
+        false
+    }
+
     /// Answers all that has come. Returns whether there was anything.
     fn take_all(&mut self) -> bool {
+        self.looks = 0;
         let mut driver = self.shared.turns.lock_in(STAGE);
         let mut any = driver.turn(true);
         for (region, pages) in &self.readers {

@@ -17,7 +17,7 @@ pub(crate) use self::driving::{Drive, Driving, Pause, Service, Turns};
 mod sync {
     pub(super) use std::hint::spin_loop;
     pub(super) use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-    pub(super) use std::sync::{Condvar, Mutex, MutexGuard};
+    pub(super) use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
     pub(super) use rdmux_verbs::provider::Waker;
 
@@ -29,13 +29,14 @@ mod sync {
     /// Tries of a thread to leave the turns to nobody before it wakes the service thread.
     pub(super) const RESTS: u32 = 4;
 
-    /// Sleeps while nothing has changed, or for a while.
-    pub(super) fn wait_while<T>(
+    /// Sleeps while nothing has changed, or for a while. Returns with the guard held.
+    pub(super) fn wait_while<'a, T>(
         changed: &Condvar,
-        guard: MutexGuard<'_, T>,
+        guard: MutexGuard<'a, T>,
         condition: impl FnMut(&mut T) -> bool,
-    ) {
-        drop(changed.wait_timeout_while(guard, LOOK, condition));
+    ) -> MutexGuard<'a, T> {
+        let slept = changed.wait_timeout_while(guard, LOOK, condition);
+        slept.unwrap_or_else(PoisonError::into_inner).0
     }
 }
 

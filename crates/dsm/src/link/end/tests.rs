@@ -31,6 +31,8 @@ enum Without {
     Word,
     /// The bell is not rung.
     Bell,
+    /// It is rung early alone.
+    LastBell,
     /// The queue of bells is not armed.
     Arm,
     /// A node sleeps without a last look.
@@ -169,7 +171,7 @@ struct Node {
 }
 
 impl Node {
-    /// As `Driver::carry_out` and `Link::post`, with requests that complete at once.
+    /// As `Driver::carry_out` and `Link::send`, with requests that complete at once.
     fn carry_out(&mut self) {
         while self.undone > 0
             && let Some(slot) = self.end.take()
@@ -183,13 +185,18 @@ impl Node {
             if self.flight.is_none() || self.without == Without::Completion {
                 self.end.has_written(slot.count);
             }
+            let rouses = self.end.may_rouse(&self.own) && self.without != Without::Bell;
+            if rouses && self.flight.is_none() {
+                self.peer.ring_bell();
+            }
         }
     }
 
     /// As `Driver::settle`. Returns whether it has rung the bell, which comes behind the frames that are on their way.
     fn settle(&mut self) -> bool {
         self.carry_out();
-        let rings = self.end.must_ring(&self.own) && self.without != Without::Bell;
+        let rings =
+            self.end.must_ring(&self.own) && !matches!(self.without, Without::Bell | Without::LastBell);
         if rings && self.flight.is_none() {
             self.peer.ring_bell();
         }
@@ -325,6 +332,17 @@ fn frame_to_a_node_that_rests(without: Without) {
     sender.join().unwrap();
 }
 
+/// A node goes to sleep, or wakes and goes to sleep again, while its peer writes two frames.
+fn frames_to_a_node_that_rests(without: Without) {
+    let [mut sender, mut receiver] = nodes(without);
+    let sender = thread::spawn(move || {
+        sender.undone = 2;
+        sender.settle();
+    });
+    receiver.wait_for(2);
+    sender.join().unwrap();
+}
+
 /// A node that sleeps is left something to ask, and rests again until the answer comes.
 fn question_of_a_node_that_rests(without: Without) {
     let [mut asks, mut answers] = nodes(without);
@@ -384,6 +402,7 @@ fn holds(model: fn(Without), without: Without) -> bool {
 #[test]
 fn rest__while_a_frame_comes() {
     assert!(holds(frame_to_a_node_that_rests, Without::Nothing));
+    assert!(holds(frames_to_a_node_that_rests, Without::Nothing));
     assert!(holds(frame_by_packets, Without::Nothing));
 }
 
@@ -411,6 +430,7 @@ fn end__without_any_part_frames_are_lost() {
     ] {
         assert!(!holds(frame_to_a_node_that_rests, without), "{without:?}");
     }
+    assert!(!holds(frames_to_a_node_that_rests, Without::LastBell));
     assert!(!holds(question_of_a_node_that_rests, Without::Again));
     assert!(!holds(frame_by_packets, Without::Completion));
     assert!(!holds(slot_again, Without::EarlyRead));

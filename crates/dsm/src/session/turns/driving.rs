@@ -49,6 +49,8 @@ pub(crate) struct Turns<D> {
     pollers: AtomicU32,
     /// Notified when [`Drive::changes`] has grown, if threads sleep.
     changed: Condvar,
+    /// Threads that sleep until then. It changes with the driver held. Without any, a notification would be a system call for nobody.
+    sleepers: AtomicU32,
     /// Ends the sleep of the service thread.
     waker: Waker,
     stops: AtomicBool,
@@ -60,6 +62,7 @@ impl<D: Drive> Turns<D> {
             driver: Mutex::new(driver),
             pollers: AtomicU32::new(0),
             changed: Condvar::new(),
+            sleepers: AtomicU32::new(0),
             waker,
             stops: AtomicBool::new(false),
         }
@@ -123,7 +126,10 @@ impl<D: Drive> Turns<D> {
             // The service thread drives now. All that has come since the last look at `done` counts.
             self.stop_polling(&mut driver);
             if let Some(driver) = driver.release() {
-                wait_while(&self.changed, driver, |driver| driver.changes() == changes);
+                self.sleepers.fetch_add(1, Ordering::Relaxed);
+                let driver = wait_while(&self.changed, driver, |driver| driver.changes() == changes);
+                self.sleepers.fetch_sub(1, Ordering::Relaxed);
+                drop(driver);
             }
             self.pollers.fetch_add(1, Ordering::Relaxed);
         }
@@ -202,7 +208,7 @@ impl<'a, D: Drive> Driving<'a, D> {
     fn end(&mut self) {
         if let Some(driver) = &mut self.driver {
             driver.settle(self.stage);
-            if driver.changes() != self.changes {
+            if driver.changes() != self.changes && self.turns.sleepers.load(Ordering::Relaxed) > 0 {
                 self.turns.changed.notify_all();
             }
         }

@@ -76,17 +76,18 @@ mod sync {
         }
     }
 
-    pub(super) fn wait_while<T>(
+    pub(super) fn wait_while<'a, T>(
         changed: &Condvar,
-        mut guard: MutexGuard<'_, T>,
+        mut guard: MutexGuard<'a, T>,
         mut condition: impl FnMut(&mut T) -> bool,
-    ) {
+    ) -> MutexGuard<'a, T> {
         if WITHOUT.get() == Without::Check {
             guard = changed.0.wait(guard).unwrap();
         }
         while condition(&mut guard) {
             guard = changed.0.wait(guard).unwrap();
         }
+        guard
     }
 
     /// The eventfd among those on which the service thread sleeps.
