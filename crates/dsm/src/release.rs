@@ -34,7 +34,8 @@
 //!   written it. The node's next twin is that copy, or was read from that frame.
 //!
 //! A flush of such units *lands*: the home reads them straight into its own frames. The bytes that the node has not written get the value that they
-//! have. No other flush of these units is carried out meanwhile, and the home's program gets no right to write them before the end.
+//! have. No other flush of these units is carried out meanwhile, and the home's program gets no right to write them before the end. Flushes that wait for
+//! that are overtaken by later ones, but not by those of the same units.
 //!
 //! For all other flushes the home reads units and twins into a slot, stores the bytes that differ into its frames, and compares frames and copies. So a
 //! unit that another node writes from some time on lands again from the second flush on.
