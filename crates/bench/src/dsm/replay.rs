@@ -82,20 +82,34 @@ pub(crate) const COMMAND: &str = "dsm-replay";
 #[derive(clap::Args, Clone, Copy, Debug)]
 pub(crate) struct Stated {
     /// Latency of the network that replays assume, in microseconds.
-    #[arg(long, value_name = "US", default_value_t = 2.0, value_parser = amount)]
+    #[arg(long, value_name = "US", default_value_t = 2.0, value_parser = microseconds, allow_hyphen_values = true)]
     latency_us: f64,
     /// Its bandwidth, in GB/s.
-    #[arg(long, value_name = "GB", default_value_t = 12.5, value_parser = amount)]
+    #[arg(long, value_name = "GB", default_value_t = 12.5, value_parser = bandwidth, allow_hyphen_values = true)]
     bandwidth_gb: f64,
     /// Time after which a node that computes begins to answer, in microseconds; of the table `dsm-replay` in replays with the costs of this host.
-    #[arg(long, value_name = "US", default_value_t = 0.0, value_parser = amount)]
+    #[arg(long, value_name = "US", default_value_t = 0.0, value_parser = microseconds, allow_hyphen_values = true)]
     late_us: f64,
 }
 
-/// Parses a number of some unit, at most a million.
-fn amount(text: &str) -> Result<f64, &'static str> {
-    let number = text.parse::<f64>().ok().filter(|it| (0.0..=1e6).contains(it));
-    number.ok_or("give a number from 0 to 1000000")
+const AMOUNT_MAX: f64 = 1e6;
+
+/// Bandwidth at least, in GB/s. No cluster has less, and far below this nothing is left of it in whole bytes a second.
+const BANDWIDTH_MIN_GB: f64 = 0.001;
+
+fn microseconds(text: &str) -> Result<f64, String> {
+    amount(text, 0.0)
+}
+
+fn bandwidth(text: &str) -> Result<f64, String> {
+    amount(text, BANDWIDTH_MIN_GB)
+}
+
+/// Parses a number that is neither below a minimum nor too large.
+fn amount(text: &str, min: f64) -> Result<f64, String> {
+    let number = text.parse::<f64>().ok();
+    let number = number.filter(|it| (min..=AMOUNT_MAX).contains(it));
+    number.ok_or_else(|| format!("give a number from {min} to {AMOUNT_MAX}"))
 }
 
 /// Replay a run of a program on the distributed shared memory from its traces
@@ -338,6 +352,36 @@ fn clusters(nodes: u32) -> Result<Vec<Cluster>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn arguments__refuse_costs_that_no_network_has() {
+        let parse = |option: &str, value: &str| Arguments::try_parse_from([COMMAND, "folder", option, value]);
+        for (option, min) in [
+            ("--latency-us", "0"),
+            ("--late-us", "0"),
+            ("--bandwidth-gb", "0.001"),
+        ] {
+            for value in [min, "0.5", "1e6"] {
+                parse(option, value).expect(value);
+            }
+            for value in ["-1", "-0.5", "nan", "inf", "-inf", "1000001", "x", ""] {
+                let text = parse(option, value).unwrap_err().to_string();
+                let says = format!(": give a number from {min} to 1000000");
+                assert!(text.lines().next().unwrap().ends_with(&says), "{value}: {text}");
+            }
+        }
+        for value in ["0", "0.0009", "1e-9"] {
+            assert!(parse("--bandwidth-gb", value).is_err(), "{value}");
+        }
+    }
+
+    #[test]
+    fn network__has_the_costs_that_are_stated() {
+        let options = ["--latency-us", "1.5", "--bandwidth-gb", "0.001"];
+        let options = [COMMAND, "folder"].into_iter().chain(options);
+        let costs = Arguments::parse_from(options).stated.network();
+        assert_eq!((costs.latency_ns, costs.bytes_per_s), (1_500, 1_000_000));
+    }
 
     fn of_rows(rows: &[(&'static str, &[usize])]) -> Suite {
         let line = |(name, columns): &(&'static str, &[usize])| {
