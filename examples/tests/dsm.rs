@@ -230,6 +230,9 @@ fn replay__reads_the_pages_that_the_run_has_read() {
             "sor 1022 3",
             "sor 62 5 --consistency release",
             "matmul 128",
+            // Blocks that share a page would be read as often as time has it.
+            "lu 128 32",
+            "lu 128 32 --consistency release",
         ] {
             let folder = tempfile::tempdir().unwrap();
             let words: Vec<&str> = line.split(' ').chain(["--json"]).collect();

@@ -34,7 +34,8 @@
 //!   written it. The node's next twin is that copy, or was read from that frame.
 //!
 //! A flush of such units *lands*: the home reads them straight into its own frames. The bytes that the node has not written get the value that they
-//! have. No other flush of these units is carried out meanwhile, and the home's program gets no right to write them before the end.
+//! have. No other flush of these units is carried out meanwhile, and the home's program gets no right to write them before the end. Flushes that wait for
+//! that are overtaken by later ones, but not by those of the same units.
 //!
 //! For all other flushes the home reads units and twins into a slot, stores the bytes that differ into its frames, and compares frames and copies. So a
 //! unit that another node writes from some time on lands again from the second flush on.
@@ -184,7 +185,7 @@ pub enum Action {
         run: Run,
         /// The slot.
         slot: usize,
-        /// The program may write the frames meanwhile.
+        /// The program may write some of the frames meanwhile.
         is_shared: bool,
     },
     /// Add units to the own log.
@@ -414,8 +415,14 @@ impl Node {
             Stage::Fetches if has_landed => {
                 // It stays in its slot: nothing lands in these frames before they have the bytes.
                 self.flushes.store(slot);
-                let mut units = self.units.range(run.units());
-                let is_shared = units.any(|(_, it)| it.state == State::Dirty);
+                let is_dirty = |it: &Unit| it.state == State::Dirty;
+                let mut is_shared = false;
+                for unit in run.units() {
+                    // If the program writes the frame until it is compared with the copy, the comparison means nothing.
+                    let is_written = self.units.get(&unit).is_some_and(is_dirty);
+                    self.flushes.note(unit, (!is_written).then_some(flush.from));
+                    is_shared |= is_written;
+                }
                 self.act(Action::Apply { run, slot, is_shared });
             }
             Stage::Fetches => self.end_fetch(slot, false),
@@ -426,7 +433,7 @@ impl Node {
         }
     }
 
-    /// Takes the end of [`Action::Apply`]: which frames have the contents of the copies now.
+    /// Takes the end of [`Action::Apply`]: which frames have the contents of the copies now. It means nothing of those that the program may write.
     pub fn handle_applied(&mut self, slot: usize, are_same: &[bool]) {
         let Some(Begun {
             flush,
@@ -435,11 +442,11 @@ impl Node {
         else {
             return;
         };
+        let are_same = are_same.iter().copied().chain(std::iter::repeat(false));
         for (unit, is_same) in flush.run.units().zip(are_same) {
-            let is_dirty = self.units.get(&unit).is_some_and(|it| it.state == State::Dirty);
-            let has_twin = *is_same || mutant!(DifferenceForgotten);
-            let twin = (has_twin && !is_dirty).then_some(flush.from);
-            self.flushes.note(unit, twin);
+            if !is_same && !mutant!(DifferenceForgotten) {
+                self.flushes.note(unit, None);
+            }
         }
         self.end_fetch(slot, true);
     }

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::num::NonZeroU32;
 use std::time::Instant;
 
-use common::{LONG, MODES, named, run, run_as_node, run_with};
+use common::{LONG, MODES, in_threads, named, run, run_as_node, run_with};
 use rdmux_dsm::{Access, Array, Error, Heap, HeapOptions, Place, Region, RegionOptions, Session, Thread};
 
 const PAGE: usize = 4096;
@@ -295,8 +295,7 @@ fn storm(session: &Session) {
         let parties = NonZeroU32::new(2 * session.nodes()).unwrap();
         thread.barrier(1, parties).unwrap();
     };
-    let play = &play;
-    std::thread::scope(|scope| (1..3).for_each(|number| drop(scope.spawn(move || play(number)))));
+    in_threads(1..3, play);
     // All is free again.
     let all = heap.allocate(layout(BYTES), Place::Here).unwrap();
     heap.free(all).unwrap();

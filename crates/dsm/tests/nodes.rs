@@ -7,7 +7,7 @@ use std::num::NonZeroU32;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use common::{MODES, run, run_as_node, run_with};
+use common::{MODES, in_threads, run, run_as_node, run_with};
 use rdmux_dsm::sync::Operation;
 use rdmux_dsm::{Access, Region, RegionOptions, Session};
 
@@ -52,7 +52,7 @@ fn locked(session: &Session) {
         assert_eq!(sum, u64::from(2 * session.nodes()) * ROUNDS as u64);
         thread.barrier(1, all(session, 2)).unwrap();
     };
-    std::thread::scope(|scope| (0..2).for_each(|number| drop(scope.spawn(move || add(number)))));
+    in_threads(0..2, add);
 }
 
 #[test]

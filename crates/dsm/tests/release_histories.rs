@@ -12,7 +12,7 @@ use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use board::{Board, run_with_board};
-use common::{MODES, number, run_as_node};
+use common::{MODES, in_threads, number, run_as_node};
 use happens_before::{Event, check};
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
@@ -361,29 +361,24 @@ fn paired(session: &Session) {
 }
 
 /// Runs programs by some threads of each node.
-fn histories(session: &Session, threads: usize) {
+fn histories(session: &Session, threads: u16) {
     let (node, nodes) = (session.node() as usize, session.nodes() as usize);
     let options = RegionOptions::new((BATCH * PAGES * PAGE_WORDS * 8) as u64).unwrap();
     let region = session
         .region(&options.consistency(Consistency::Release))
         .unwrap();
     let board = Board::open(node, nodes);
-    std::thread::scope(|scope| {
-        for number in 0..threads {
-            let own = node * threads + number;
-            let (region, board) = (&region, &board);
-            scope.spawn(move || {
-                let runner = Runner {
-                    own,
-                    all: nodes * threads,
-                    region,
-                    board,
-                    thread: session.thread(number as u16).unwrap(),
-                    dice: ChaCha8Rng::seed_from_u64(own as u64),
-                };
-                runner.run();
-            });
-        }
+    in_threads(0..threads, |number| {
+        let own = node * usize::from(threads) + usize::from(number);
+        let runner = Runner {
+            own,
+            all: nodes * usize::from(threads),
+            region: &region,
+            board: &board,
+            thread: session.thread(number).unwrap(),
+            dice: ChaCha8Rng::seed_from_u64(own as u64),
+        };
+        runner.run();
     });
 }
 
@@ -396,15 +391,6 @@ struct Runner<'a> {
     board: &'a Board,
     thread: Thread<'a>,
     dice: ChaCha8Rng,
-}
-
-impl Drop for Runner<'_> {
-    fn drop(&mut self) {
-        // The other threads would wait for this one.
-        if std::thread::panicking() {
-            std::process::exit(1);
-        }
-    }
 }
 
 impl Runner<'_> {

@@ -229,6 +229,57 @@ fn handle_message__to_flush_what_others_have_written_reads_twins_and_waits_for_w
     assert_eq!(take(&mut node, (1, 4), 0, FLUSH), [fetch(0, 1)]);
 }
 
+/// The home's program writes one unit of a run: from the beginning on, or when the others are about to be stored.
+#[test]
+fn handle_applied__beside_the_homes_program_takes_the_units_that_it_does_not_write_for_the_same() {
+    let four = Body::Flush { units: 4 };
+    for was_written in [true, false] {
+        for is_released in [true, false] {
+            let mut node = node_of(8);
+            // Node 2 has written all, so that nothing lands.
+            take(&mut node, (2, 0), 0, four);
+            node.handle_fetched(0, true);
+            actions(&mut node);
+            if was_written {
+                node.handle_fault(1, Access::Write);
+                actions(&mut node);
+            }
+            let fetch = Action::Fetch {
+                run: run(0, 4),
+                slot: 0,
+                from: id(1),
+            };
+            assert_eq!(take(&mut node, (1, 0), 0, four), [fetch]);
+            node.handle_fetched(0, true);
+            if !was_written {
+                node.handle_fault(1, Access::Write);
+            }
+            if is_released {
+                node.handle_release();
+            }
+            let is_shared = was_written;
+            let apply = Action::Apply {
+                run: run(0, 4),
+                slot: 0,
+                is_shared,
+            };
+            assert_eq!(actions(&mut node)[0], apply);
+            node.handle_applied(0, &[true, true, false, true]);
+            actions(&mut node);
+            for (sequence, unit) in (1..).zip(0..4) {
+                let all = take(&mut node, (1, sequence), unit, FLUSH);
+                let lands = matches!(all[..], [Action::Land { .. }]);
+                let case = format!("unit {unit}, written before: {was_written}, released: {is_released}");
+                assert_eq!(lands, [0, 3].contains(&unit), "{case}");
+                node.handle_fetched(0, true);
+                actions(&mut node);
+                node.handle_applied(0, &[true]);
+                actions(&mut node);
+            }
+        }
+    }
+}
+
 #[test]
 fn handle_fault__to_write_what_lands_waits_for_the_end() {
     for has_landed in [true, false] {

@@ -4,10 +4,13 @@
 mod common;
 
 use std::num::NonZeroU32;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use common::{MODES, Node, named, run, run_as_node, run_with, start, stay, wait_for};
+use common::{
+    LONG, MODES, Node, in_threads, named, run, run_as_node, run_with, start, stay, succeed, wait_for,
+};
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
 use rdmux_dsm::{Consistency, Error, Placement, Region, RegionOptions, Session};
@@ -19,6 +22,7 @@ const PAGE: usize = 4096;
 fn node() {
     run_as_node(&[
         ("shared", shared),
+        ("panicking", panicking),
         ("sized", sized),
         ("locked", locked),
         ("queue", queue),
@@ -65,7 +69,7 @@ fn shared(session: &Session) {
             thread.barrier(1, all(session, 2)).unwrap();
         }
     };
-    std::thread::scope(|scope| (0..2).for_each(|number| drop(scope.spawn(move || work(number)))));
+    in_threads(0..2, work);
 }
 
 #[test]
@@ -75,6 +79,29 @@ fn barrier__all_see_the_words_that_others_have_written_in_the_same_pages() {
             run("shared", nodes, mode);
         }
     }
+}
+
+/// A thread of the last node panics, while all others wait for it.
+fn panicking(session: &Session) {
+    let is_last = session.node() + 1 == session.nodes();
+    in_threads(0..2, |number| {
+        let mut thread = session.thread(number).unwrap();
+        assert!(!is_last || number == 0, "thread {number} does not come");
+        thread.barrier(0, all(session, 2)).unwrap();
+    });
+}
+
+#[test]
+fn in_threads__with_a_panic_of_one_ends_the_test_with_its_message() {
+    let mut nodes = start("panicking", 2, MODES[0], LEASE);
+    let deadline = Instant::now() + LONG;
+    while !nodes.iter_mut().all(Node::has_ended) {
+        assert!(Instant::now() < deadline, "a node waits");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let panic = catch_unwind(AssertUnwindSafe(|| succeed(nodes))).unwrap_err();
+    let message = panic.downcast::<String>().unwrap();
+    assert!(message.contains("thread 1 does not come"), "{message}");
 }
 
 /// All nodes write words of the same units, of several sizes, and read all.
@@ -135,7 +162,7 @@ fn locked(session: &Session) {
         assert_eq!(sum, u64::from(2 * session.nodes()) * ROUNDS);
         thread.barrier(1, all(session, 2)).unwrap();
     };
-    std::thread::scope(|scope| (0..2).for_each(|number| drop(scope.spawn(move || work(number)))));
+    in_threads(0..2, work);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::num::NonZeroU32;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::Ordering;
 
-use common::{MODES, named, run, run_as_node};
+use common::{MODES, in_threads, named, run, run_as_node};
 use rdmux_dsm::{Access, Array, Consistency, Error, Placement, Region, RegionOptions, Session, Thread};
 
 const PAGE: u64 = 4096;
@@ -207,8 +207,7 @@ fn contended(session: &Session) {
             assert_eq!(sum, ROUNDS * 2 * u64::from(session.nodes()));
             thread.barrier(1, parties).unwrap();
         };
-        let add = &add;
-        std::thread::scope(|scope| (1..3).for_each(|number| drop(scope.spawn(move || add(number)))));
+        in_threads(1..3, add);
     }
 }
 

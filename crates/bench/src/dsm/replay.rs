@@ -82,20 +82,34 @@ pub(crate) const COMMAND: &str = "dsm-replay";
 #[derive(clap::Args, Clone, Copy, Debug)]
 pub(crate) struct Stated {
     /// Latency of the network that replays assume, in microseconds.
-    #[arg(long, value_name = "US", default_value_t = 2.0, value_parser = amount)]
+    #[arg(long, value_name = "US", default_value_t = 2.0, value_parser = microseconds, allow_hyphen_values = true)]
     latency_us: f64,
     /// Its bandwidth, in GB/s.
-    #[arg(long, value_name = "GB", default_value_t = 12.5, value_parser = amount)]
+    #[arg(long, value_name = "GB", default_value_t = 12.5, value_parser = bandwidth, allow_hyphen_values = true)]
     bandwidth_gb: f64,
     /// Time after which a node that computes begins to answer, in microseconds; of the table `dsm-replay` in replays with the costs of this host.
-    #[arg(long, value_name = "US", default_value_t = 0.0, value_parser = amount)]
+    #[arg(long, value_name = "US", default_value_t = 0.0, value_parser = microseconds, allow_hyphen_values = true)]
     late_us: f64,
 }
 
-/// Parses a number of some unit, at most a million.
-fn amount(text: &str) -> Result<f64, &'static str> {
-    let number = text.parse::<f64>().ok().filter(|it| (0.0..=1e6).contains(it));
-    number.ok_or("give a number from 0 to 1000000")
+const AMOUNT_MAX: f64 = 1e6;
+
+/// Bandwidth at least, in GB/s. No cluster has less, and far below this nothing is left of it in whole bytes a second.
+const BANDWIDTH_MIN_GB: f64 = 0.001;
+
+fn microseconds(text: &str) -> Result<f64, String> {
+    amount(text, 0.0)
+}
+
+fn bandwidth(text: &str) -> Result<f64, String> {
+    amount(text, BANDWIDTH_MIN_GB)
+}
+
+/// Parses a number that is neither below a minimum nor too large.
+fn amount(text: &str, min: f64) -> Result<f64, String> {
+    let number = text.parse::<f64>().ok();
+    let number = number.filter(|it| (min..=AMOUNT_MAX).contains(it));
+    number.ok_or_else(|| format!("give a number from {min} to {AMOUNT_MAX}"))
 }
 
 /// Replay a run of a program on the distributed shared memory from its traces
@@ -120,35 +134,40 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
         ..stated.network()
     };
     let reports = replay(&Trace::read_all(&folder)?, costs)?;
-    let mut out = std::io::stdout();
-    if json {
-        let nodes: Vec<Value> = reports.iter().map(node_json).collect();
-        writeln!(out, "{:#}", json!({ "nodes": nodes }))?;
-        return Ok(());
-    }
-    for (node, report) in reports.iter().enumerate() {
-        let marks = report.marks.iter().map(|(mark, at)| (format!("mark {mark}"), at));
-        for (point, at) in marks.chain([("end".to_owned(), &report.end)]) {
-            writeln!(
-                out,
-                "node {node}, {point}: {:.6} s, {} pages read, {} messages",
-                at.at_ns as f64 / 1e9,
-                at.units_read,
-                at.messages
-            )?;
-        }
-    }
+    let text = match json {
+        true => format!("{:#}\n", reports_json(&reports)),
+        false => reports_text(&reports),
+    };
+    std::io::stdout().write_all(text.as_bytes())?;
     Ok(())
 }
 
-fn node_json(report: &Report) -> Value {
+/// Returns a line for each mark and the end of each node.
+fn reports_text(reports: &[Report]) -> String {
+    let mut text = String::new();
+    for (node, report) in reports.iter().enumerate() {
+        let marks = report.marks.iter().map(|(mark, at)| (format!("mark {mark}"), at));
+        for (point, at) in marks.chain([("end".to_owned(), &report.end)]) {
+            text += &format!(
+                "node {node}, {point}: {:.6} s, {} pages read, {} messages\n",
+                at.at_ns as f64 / 1e9,
+                at.units_read,
+                at.messages
+            );
+        }
+    }
+    text
+}
+
+fn reports_json(reports: &[Report]) -> Value {
     let moment = |at: &Moment| json!({ "seconds": at.at_ns as f64 / 1e9, "pages_read": at.units_read, "messages": at.messages });
-    let marks: Vec<Value> = report
-        .marks
-        .iter()
-        .map(|(mark, at)| json!({ "mark": mark, "at": moment(at) }))
-        .collect();
-    json!({ "marks": marks, "end": moment(&report.end) })
+    let mark = |(mark, at): &(u32, Moment)| json!({ "mark": mark, "at": moment(at) });
+    let node = |report: &Report| {
+        let marks: Vec<Value> = report.marks.iter().map(mark).collect();
+        json!({ "marks": marks, "end": moment(&report.end) })
+    };
+    let nodes: Vec<Value> = reports.iter().map(node).collect();
+    json!({ "nodes": nodes })
 }
 
 impl Stated {
@@ -337,7 +356,117 @@ fn clusters(nodes: u32) -> Result<Vec<Cluster>> {
 
 #[cfg(test)]
 mod tests {
+    use rdmux_dsm::trace::{Event, RegionMade, Step};
+    use rdmux_dsm::{Access, Consistency, Placement};
+
     use super::*;
+
+    #[test]
+    fn arguments__refuse_costs_that_no_network_has() {
+        let parse = |option: &str, value: &str| Arguments::try_parse_from([COMMAND, "folder", option, value]);
+        for (option, min) in [
+            ("--latency-us", "0"),
+            ("--late-us", "0"),
+            ("--bandwidth-gb", "0.001"),
+        ] {
+            for value in [min, "0.5", "1e6"] {
+                parse(option, value).expect(value);
+            }
+            for value in ["-1", "-0.5", "nan", "inf", "-inf", "1000001", "x", ""] {
+                let text = parse(option, value).unwrap_err().to_string();
+                let says = format!(": give a number from {min} to 1000000");
+                assert!(text.lines().next().unwrap().ends_with(&says), "{value}: {text}");
+            }
+        }
+        for value in ["0", "0.0009", "1e-9"] {
+            assert!(parse("--bandwidth-gb", value).is_err(), "{value}");
+        }
+    }
+
+    #[test]
+    fn network__has_the_costs_that_are_stated() {
+        let options = ["--latency-us", "1.5", "--bandwidth-gb", "0.001"];
+        let options = [COMMAND, "folder"].into_iter().chain(options);
+        let costs = Arguments::parse_from(options).stated.network();
+        assert_eq!((costs.latency_ns, costs.bytes_per_s), (1_500, 1_000_000));
+    }
+
+    /// Replays a node that reads a page of another one on the stated network: 1 ms for each way, and for the page.
+    fn reports() -> Vec<Report> {
+        let costs = Costs {
+            latency_ns: 1_000_000,
+            bytes_per_s: 4_096_000,
+            message_ns: 0,
+            fault_ns: 0,
+            read_ns: 0,
+            protect_ns: 0,
+            protect_more_ns: 0,
+            memory_bytes_per_s: 0,
+            late_ns: 0,
+        };
+        let step = |cpu_ns, event| Step { cpu_ns, event };
+        let region = || {
+            let made = RegionMade {
+                number: 0,
+                units: 2,
+                unit_bytes: 4096,
+                homes: Placement::InTurn(1),
+                consistency: Consistency::Sequential,
+            };
+            step(0, Event::Region(made))
+        };
+        let page_of_node_1 = Event::Pages {
+            region: 0,
+            first: 1,
+            count: 1,
+            access: Access::Read,
+            waits: true,
+        };
+        let steps = [
+            vec![
+                region(),
+                step(250_000_000, Event::Mark(BEGIN)),
+                step(250_000_000, page_of_node_1),
+                step(0, Event::Mark(END)),
+            ],
+            vec![region()],
+        ];
+        let trace = |(node, steps)| Trace {
+            node,
+            nodes: 2,
+            steps,
+        };
+        let traces: Vec<Trace> = (0..).zip(steps).map(trace).collect();
+        replay(&traces, costs).unwrap()
+    }
+
+    #[test]
+    fn reports_text__has_a_line_for_each_mark_and_end() {
+        // Node 0 sends Ask and Installed, node 1 Grant. The request of the READ and its end are no messages.
+        let lines = [
+            "node 0, mark 1: 0.250000 s, 0 pages read, 0 messages",
+            "node 0, mark 2: 0.505000 s, 1 pages read, 2 messages",
+            "node 0, end: 0.505000 s, 1 pages read, 2 messages",
+            "node 1, end: 0.000000 s, 0 pages read, 1 messages",
+        ];
+        assert_eq!(reports_text(&reports()).lines().collect::<Vec<_>>(), lines);
+    }
+
+    #[test]
+    fn reports_json__has_all_numbers_of_the_text() {
+        let moment = |seconds: f64, pages: u64, messages: u64| json!({ "seconds": seconds, "pages_read": pages, "messages": messages });
+        let expected = json!({ "nodes": [
+            {
+                "marks": [
+                    { "mark": 1, "at": moment(0.25, 0, 0) },
+                    { "mark": 2, "at": moment(0.505, 1, 2) },
+                ],
+                "end": moment(0.505, 1, 2),
+            },
+            { "marks": [], "end": moment(0.0, 0, 1) },
+        ] });
+        assert_eq!(reports_json(&reports()), expected);
+    }
 
     fn of_rows(rows: &[(&'static str, &[usize])]) -> Suite {
         let line = |(name, columns): &(&'static str, &[usize])| {

@@ -394,11 +394,10 @@ impl Driver {
                     let copy = shadow.words(copies + index * bytes);
                     let twin = shadow.words(twins + index * bytes);
                     let frame = words(&region.pages, unit * bytes, shadow);
-                    if is_shared {
-                        diff::store_changes_beside_writers(copy, twin, frame);
-                        return false;
+                    match is_shared {
+                        true => diff::store_changes_beside_writers(copy, twin, frame),
+                        false => diff::store_changes(copy, twin, frame),
                     }
-                    diff::store_changes(copy, twin, frame)
                 };
                 let are_same: Vec<bool> = (0..).zip(run.units()).map(store).collect();
                 part.node.handle_applied(slot, &are_same);

@@ -32,9 +32,14 @@ pub(crate) fn store_changes(copy: &[AtomicU64], twin: &[AtomicU64], frame: &[Ato
     others == 0
 }
 
-/// Stores the bytes of a copy that differ from its twin. Other threads may write other bytes of the frame meanwhile. A word of which all bytes
-/// differ is stored at once.
-pub(crate) fn store_changes_beside_writers(copy: &[AtomicU64], twin: &[AtomicU64], frame: &[AtomicU64]) {
+/// As [`store_changes`], while other threads may write other bytes of the frame: if they do, the result means nothing. A word of which all bytes differ
+/// is stored at once.
+pub(crate) fn store_changes_beside_writers(
+    copy: &[AtomicU64],
+    twin: &[AtomicU64],
+    frame: &[AtomicU64],
+) -> bool {
+    let mut others = 0;
     for ((copy, twin), frame) in copy.iter().zip(twin).zip(frame) {
         let new = copy.load(Ordering::Relaxed);
         let mask = changed(new, twin.load(Ordering::Relaxed));
@@ -47,7 +52,9 @@ pub(crate) fn store_changes_beside_writers(copy: &[AtomicU64], twin: &[AtomicU64
                 let _ = frame.fetch_update(Ordering::Relaxed, Ordering::Relaxed, merge);
             }
         }
+        others |= frame.load(Ordering::Relaxed) ^ new;
     }
+    others == 0
 }
 
 /// Returns a mask of the bytes that differ.
@@ -63,7 +70,9 @@ fn changed(a: u64, b: u64) -> u64 {
 mod tests {
     use super::*;
 
-    type Store = fn(&[AtomicU64], &[AtomicU64], &[AtomicU64]);
+    type Store = fn(&[AtomicU64], &[AtomicU64], &[AtomicU64]) -> bool;
+
+    const STORES: [Store; 2] = [store_changes, store_changes_beside_writers];
 
     fn words(words: [u64; 4]) -> [AtomicU64; 4] {
         words.map(AtomicU64::new)
@@ -73,10 +82,9 @@ mod tests {
     fn store_changes__stores_bytes_that_differ_from_the_twin_and_no_others() {
         let twin = words([1, 0x1111_1111_1111_1111, 0x0102_0304_0506_0708, 7]);
         let copy = words([1, 0x2222_2222_2222_2222, 0x0102_ff04_0500_0708, 8]);
-        let alone: Store = |copy, twin, frame| assert!(!store_changes(copy, twin, frame));
-        for store in [alone, store_changes_beside_writers as Store] {
+        for store in STORES {
             let frame = words([5, 6, 0xaaaa_aaaa_aaaa_aaaa, 0x100]);
-            store(&copy, &twin, &frame);
+            assert!(!store(&copy, &twin, &frame));
             let stored = frame.map(AtomicU64::into_inner);
             assert_eq!(stored, [5, 0x2222_2222_2222_2222, 0xaaaa_ffaa_aa00_aaaa, 0x108]);
         }
@@ -91,8 +99,9 @@ mod tests {
             ([1, 0x01_0002, 3, 4], false),
             ([0, 2, 3, 4], false),
         ] {
-            let words = words(frame);
-            assert_eq!(store_changes(&copy, &twin, &words), is_same, "{frame:?}");
+            for store in STORES {
+                assert_eq!(store(&copy, &twin, &words(frame)), is_same, "{frame:?}");
+            }
         }
     }
 

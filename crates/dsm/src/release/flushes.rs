@@ -1,6 +1,7 @@
 //! Flushes that a node carries out as the home of their units.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 
 use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::notice::Run;
@@ -46,8 +47,7 @@ pub(super) struct Flushes {
     twins: BTreeMap<u64, Option<NodeId>>,
 }
 
-fn overlap(a: Run, b: Run) -> bool {
-    let (a, b) = (a.units(), b.units());
+fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
@@ -80,21 +80,15 @@ impl Flushes {
         Ok(())
     }
 
-    /// Begins the next flush, if that is possible now. Returns its slot.
+    /// Begins the next flush that can begin now. Returns its slot.
     pub(super) fn begin(&mut self) -> Option<(usize, Begun)> {
         let slot = self.slots.iter().position(Option::is_none)?;
-        let flush = *self.queue.front()?;
+        let flush = self.take_next()?;
         let Flush { from, run, .. } = flush;
-        let beside = || {
-            let begun = self.slots.iter().flatten();
-            begun.filter(move |it| overlap(it.flush.run, run))
-        };
-        if beside().any(|it| it.stage == Stage::Lands) && !mutant!(LandingOvertaken) {
-            return None;
-        }
         let is_twin = |twin: &Option<NodeId>| *twin == Some(from) || mutant!(OthersOverwritten);
-        let lands = beside().next().is_none() && self.twins.range(run.units()).all(|(_, it)| is_twin(it));
-        self.queue.pop_front();
+        let mut begun = self.slots.iter().flatten();
+        let is_alone = !begun.any(|it| overlap(&it.flush.run.units(), &run.units()));
+        let lands = is_alone && self.twins.range(run.units()).all(|(_, it)| is_twin(it));
         let is_noted = lands && self.twins.range(run.units()).count() == run.count as usize;
         if !is_noted {
             let twins = run.units().map(|unit| (unit, lands.then_some(from)));
@@ -107,6 +101,28 @@ impl Flushes {
         let begun = Begun { flush, stage };
         self.slots[slot] = Some(begun);
         Some((slot, begun))
+    }
+
+    /// Takes the first flush that can begin out of the queue: it shares no unit with one that lands, nor with an earlier one that waits. So flushes of
+    /// the same units begin in their order, and none waits for a later one.
+    fn take_next(&mut self) -> Option<Flush> {
+        let landing = self.slots.iter().flatten().filter(|it| it.stage == Stage::Lands);
+        // Units that land, a range for each slot, which grows by the flushes that wait for it. So each flush of the queue is compared with as many
+        // ranges as there are slots, however many wait.
+        let mut barred: Vec<Range<u64>> = landing.map(|it| it.flush.run.units()).collect();
+        if mutant!(LandingOvertaken) {
+            barred.clear();
+        }
+        let can_begin = |flush: &Flush| {
+            let units = flush.run.units();
+            let Some(range) = barred.iter_mut().find(|range| overlap(range, &units)) else {
+                return true;
+            };
+            *range = range.start.min(units.start)..range.end.max(units.end);
+            false
+        };
+        let place = self.queue.iter().position(can_begin)?;
+        self.queue.remove(place)
     }
 
     /// Returns the flush in a slot.
@@ -218,5 +234,29 @@ mod tests {
         flushes.note(3, Some(ONE));
         flushes.take(flush(ONE, 2, 2)).unwrap();
         assert_eq!(flushes.begin().unwrap().1.stage, Stage::Fetches);
+    }
+
+    /// Begins flushes until none can begin, and returns the first unit of each.
+    fn begin_all(flushes: &mut Flushes) -> Vec<u32> {
+        let begun = std::iter::from_fn(|| flushes.begin());
+        begun.map(|(_, begun)| begun.flush.run.first).collect()
+    }
+
+    #[test]
+    fn begin__of_other_units_overtakes_flushes_that_wait_for_those_that_land() {
+        let mut flushes = Flushes::new(4);
+        flushes.take(flush(ONE, 8, 4)).unwrap();
+        let (slot, _) = flushes.begin().unwrap();
+        // The first and the last one wait for the one that lands, each other one for the one before it.
+        flushes.take(flush(TWO, 6, 4)).unwrap();
+        flushes.take(flush(ONE, 4, 4)).unwrap();
+        flushes.take(flush(TWO, 2, 3)).unwrap();
+        flushes.take(flush(TWO, 11, 2)).unwrap();
+        assert!(begin_all(&mut flushes).is_empty());
+        flushes.take(flush(ONE, 13, 1)).unwrap();
+        flushes.take(flush(TWO, 0, 2)).unwrap();
+        assert_eq!(begin_all(&mut flushes), [13, 0]);
+        flushes.end(slot).unwrap();
+        assert_eq!(begin_all(&mut flushes), [6, 4]);
     }
 }

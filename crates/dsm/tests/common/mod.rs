@@ -4,7 +4,9 @@
 use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr};
 use std::num::NonZeroU32;
+use std::ops::Range;
 use std::os::unix::process::ExitStatusExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
@@ -95,8 +97,41 @@ pub(crate) fn run_with(part: &str, nodes: u32, mode: FaultMode, environment: &[(
         command.envs(environment.iter().copied());
         Node::start(command)
     };
-    let nodes: Vec<Node> = clusters.iter().map(start).collect();
-    nodes.into_iter().map(Node::succeed).collect()
+    succeed(clusters.iter().map(start).collect())
+}
+
+/// Waits until all nodes have succeeded. Returns what each has printed. If one has failed, another one may be the reason: the panic has the texts of all.
+pub(crate) fn succeed(nodes: Vec<Node>) -> Vec<String> {
+    let mut texts = Vec::new();
+    let mut nodes = nodes.into_iter();
+    while let Some(node) = nodes.next() {
+        let (status, text) = node.wait();
+        texts.push(text);
+        if status != 0 {
+            let number = texts.len() - 1;
+            texts.extend(nodes.as_slice().iter().map(Node::printed));
+            panic!(
+                "node {number} has ended with {status}; all nodes: {}",
+                texts.join("\n")
+            );
+        }
+    }
+    texts
+}
+
+/// Calls a function in threads of these numbers at the same time. If one panics, the process ends after the message: the others may wait for that
+/// thread for ever.
+pub(crate) fn in_threads(numbers: Range<u16>, work: impl Fn(u16) + Sync) {
+    let run = &|number| {
+        if catch_unwind(AssertUnwindSafe(|| work(number))).is_err() {
+            std::process::exit(101);
+        }
+    };
+    std::thread::scope(|scope| {
+        for number in numbers {
+            scope.spawn(move || run(number));
+        }
+    });
 }
 
 /// Waits until each of some nodes has printed a text.
@@ -188,6 +223,10 @@ impl Node {
 
     pub(crate) fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    pub(crate) fn has_ended(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
     }
 
     /// Waits for its end. Returns its exit status, or the negative number of the signal that has ended it, and what it has printed.

@@ -46,7 +46,7 @@ pub struct Costs {
 }
 
 impl Default for Costs {
-    /// Returns the costs of nodes on one host that poll (docs/dsm.md, Floors and peers): a message is 2.1 us, of which the way in shared memory
+    /// Returns the costs of nodes on one host that poll (docs/dsm.md, Replays): a message is 2.1 us, of which the way in shared memory
     /// is a tenth, and the system call that installs a page 0.9 us. What else an upgrade takes there (17.5 us, of which 6.0 without a home) is that of the thread,
     /// and what a read takes beyond an upgrade that of the READ.
     fn default() -> Costs {

@@ -98,6 +98,29 @@ fn read_of_one_unit(computing_ns: u64) -> Vec<Trace> {
 }
 
 #[test]
+fn costs__by_default_are_those_that_the_documentation_states() {
+    let page = include_str!("../../../../docs/dsm.md");
+    let us = |ns: u64| format!("{:.1}", ns as f64 / 1e3);
+    let gb = |bytes: u64| format!("{} GB/s", bytes / 1_000_000_000);
+    let costs = Costs::default();
+    let (first, more) = (us(costs.protect_ns), us(costs.protect_more_ns));
+    for (cost, value) in [
+        ("latency of a message", us(costs.latency_ns) + " us"),
+        ("handling of a message", us(costs.message_ns) + " us"),
+        ("a wait for a page", us(costs.fault_ns) + " us"),
+        ("a READ at its node", us(costs.read_ns) + " us"),
+        ("bytes that leave a node", gb(costs.bytes_per_s)),
+        ("a change of rights", format!("{first}, {more} us")),
+        ("copying and comparing", gb(costs.memory_bytes_per_s)),
+        ("a node that computes answers late by", costs.late_ns.to_string()),
+    ] {
+        let begin = format!("| {cost}");
+        let row = page.lines().find(|line| line.starts_with(&begin)).expect(cost);
+        assert_eq!(row.split(" | ").nth(1), Some(&value[..]), "{row}");
+    }
+}
+
+#[test]
 fn replay__adds_up_the_costs_of_a_read() {
     let reports = replay(&read_of_one_unit(0), COSTS).unwrap();
     // The thread 3, Ask 100 + 10, Grant 100 + 10, READ 100 + 4096 + 100 + 5, and the change of the right 7.
