@@ -93,7 +93,8 @@ impl Flushes {
             return None;
         }
         let is_twin = |twin: &Option<NodeId>| *twin == Some(from) || mutant!(OthersOverwritten);
-        let lands = beside().next().is_none() && self.twins.range(run.units()).all(|(_, it)| is_twin(it));
+        let is_alone = beside().all(|it| it.stage == Stage::Stores && mutant!(StoreOvertaken));
+        let lands = is_alone && self.twins.range(run.units()).all(|(_, it)| is_twin(it));
         self.queue.pop_front();
         let is_noted = lands && self.twins.range(run.units()).count() == run.count as usize;
         if !is_noted {
