@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use rdmux_dsm::trace::{self, Trace};
-use rdmux_dsm::{Cluster, FaultMode};
+use rdmux_dsm::{Cluster, FaultMode, WAIT_VARIABLE};
 use rdmux_sim::dsm::{Costs, replay};
 use serde_json::Value;
 
@@ -272,6 +272,33 @@ fn trace__that_cannot_be_written_is_refused() {
         error.starts_with("Error: trace ") && error.contains("node-0.trace: "),
         "{error}"
     );
+}
+
+#[test]
+fn wait__of_the_environment_is_taken_or_refused() {
+    let run = |mode: &str| {
+        run_over(
+            &[(WAIT_VARIABLE, mode)],
+            "sor",
+            2,
+            FaultMode::Inline,
+            &["62", "5"],
+        )
+    };
+    for mode in ["blocked", "interrupted", "running"] {
+        let outputs = run(mode);
+        assert!(
+            outputs.iter().all(|it| it.status.success()),
+            "{mode}: {outputs:#?}"
+        );
+    }
+    for output in run("sometimes") {
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(
+            error,
+            "Error: RDMUX_DSM_WAIT=sometimes: give blocked, interrupted or running\n"
+        );
+    }
 }
 
 #[test]

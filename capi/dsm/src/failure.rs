@@ -99,6 +99,7 @@ fn errno_of(error: &Error) -> c_int {
         Error::Object { .. } | Error::NotAllocated { .. } | Error::NotInHeap { .. } => libc::EINVAL,
         Error::TooManyRegions | Error::Call(sync::Failure::NoRoom) => libc::ENOSPC,
         Error::FaultMode(_)
+        | Error::WaitMode(_)
         | Error::Size(_)
         | Error::Unit(_)
         | Error::Homes(_)

@@ -93,6 +93,12 @@ mutants! {
     LandingNotAwaited,
     /// A flush is carried out while another one lands in the same frame.
     LandingOvertaken,
+    /// Units are compared with their twins before the program may not write them any more.
+    ComparedEarly,
+    /// A home answers a flush before it has stored what was written.
+    AnsweredEarly,
+    /// A flush lands although what another one has brought is not stored into the same frame yet.
+    StoreOvertaken,
 
     // Those of synchronisation.
     /// A lock that others share is given to one for itself.

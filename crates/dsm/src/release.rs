@@ -415,6 +415,9 @@ impl Node {
             Stage::Fetches if has_landed => {
                 // It stays in its slot: nothing lands in these frames before they have the bytes.
                 self.flushes.store(slot);
+                if mutant!(AnsweredEarly) {
+                    self.answer(flush);
+                }
                 let is_dirty = |it: &Unit| it.state == State::Dirty;
                 let mut is_shared = false;
                 for unit in run.units() {
@@ -453,15 +456,20 @@ impl Node {
 
     /// Ends the flush in a slot, whose writer hears of it if the frames have what it has written.
     fn end_fetch(&mut self, slot: usize, has_landed: bool) {
-        let Some(Begun { flush, .. }) = self.flushes.end(slot) else {
+        let Some(Begun { flush, stage }) = self.flushes.end(slot) else {
             return;
         };
-        let Flush { from, run, request } = flush;
-        if has_landed {
-            let units = run.count;
-            self.post(from, run.first.into(), request, Body::Flushed { units });
+        if has_landed && !(stage == Stage::Stores && mutant!(AnsweredEarly)) {
+            self.answer(flush);
         }
         self.fetch();
+    }
+
+    /// Tells the writer of a flush that its home has what was written.
+    fn answer(&mut self, flush: Flush) {
+        let Flush { from, run, request } = flush;
+        let units = run.count;
+        self.post(from, run.first.into(), request, Body::Flushed { units });
     }
 
     /// Takes the end of [`Action::Look`]. One that nothing waits for is ignored.
@@ -691,13 +699,10 @@ impl Node {
             self.append();
         }
         let released: Vec<u64> = self.released.iter().copied().collect();
-        for unit in released.iter().copied() {
-            let right = Right::Shared;
-            if !(mutant!(HomeUnprotected) && self.homes.of(unit) == own) {
-                self.act(Action::Protect { unit, right });
-            }
+        if !mutant!(ComparedEarly) {
+            self.protect(&released);
         }
-        for unit in released {
+        for unit in released.iter().copied() {
             if let Some(node) = self.lost_with(unit) {
                 self.lose(unit, node);
                 self.failure = Some((round, node));
@@ -722,7 +727,20 @@ impl Node {
         let have_one_home = |a, b| self.homes.of(a) == self.homes.of(b) || mutant!(HomesMixed);
         self.comparing = runs(flushing, self.run_max, have_one_home).into();
         self.compare();
+        if mutant!(ComparedEarly) {
+            self.protect(&released);
+        }
         self.try_end_release();
+    }
+
+    /// Protects units that the program may write.
+    fn protect(&mut self, units: &[u64]) {
+        let right = Right::Shared;
+        for unit in units.iter().copied() {
+            if !(mutant!(HomeUnprotected) && self.homes.of(unit) == self.peers.own()) {
+                self.act(Action::Protect { unit, right });
+            }
+        }
     }
 
     /// Begins to compare the next units of the release, unless it does so, or the homes have much to do.

@@ -19,6 +19,7 @@ use rdmux_key::random_nonce;
 use rdmux_memory::mapping::PlaceError;
 use rdmux_runtime::Waiting;
 use rdmux_verbs::provider::Waker;
+use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{Fault, ProtectionDomain};
 use rdmux_wire::dsm::joining::{Joining, Step};
 use rdmux_wire::dsm::{NodeId, heap as heap_message};
@@ -39,6 +40,10 @@ use crate::stat::Sheet;
 use crate::sync::THREADS_MAX;
 use crate::thread::Thread;
 use crate::trace::{Event, Recorder, RegionMade};
+
+/// The environment variable that pins how the program's threads wait for other nodes, with the values of `RDMUX_WAIT`. The service thread and the
+/// device, which wait while the program computes, choose by themselves.
+pub const WAIT_VARIABLE: &str = "RDMUX_DSM_WAIT";
 
 /// Longest sleep of a waiting thread before it looks at the connections.
 const LOOK: Duration = Duration::from_millis(100);
@@ -178,6 +183,8 @@ pub(crate) struct Shared {
     /// Regions whose faults the service thread reads.
     readers: Mutex<Vec<(u32, Pages)>>,
     trace: Option<Recorder>,
+    /// How the program's threads wait; `None`: as costs least.
+    wait_mode: Option<WaitMode>,
 }
 
 impl Session {
@@ -185,8 +192,9 @@ impl Session {
     ///
     /// # Errors
     /// The device cannot be opened, or a node does not join within `timeout`, or is another one; or the trace that the environment asks for
-    /// ([`trace::VARIABLE`](crate::trace::VARIABLE)) cannot be written.
+    /// ([`trace::VARIABLE`](crate::trace::VARIABLE)) cannot be written; or [`WAIT_VARIABLE`] has another value than `blocked`, `interrupted` or `running`.
     pub fn join(cluster: Cluster, timeout: Duration) -> Result<Session, Error> {
+        let wait_mode = wait_mode_of_environment()?;
         let trace = Recorder::of_environment(&cluster)?;
         let joined = join::join(&cluster, timeout)?;
         let homes = Homes::hash(cluster.nodes().collect::<Vec<_>>())?;
@@ -200,6 +208,7 @@ impl Session {
             has_release: AtomicBool::new(false),
             readers: Mutex::default(),
             trace,
+            wait_mode,
         });
         let service = {
             let shared = shared.clone();
@@ -533,6 +542,13 @@ impl<'a> Agreement<'a, '_> {
     }
 }
 
+fn wait_mode_of_environment() -> Result<Option<WaitMode>, Error> {
+    match std::env::var(WAIT_VARIABLE) {
+        Ok(text) => text.parse().map(Some).map_err(|_| Error::WaitMode(text)),
+        Err(_) => Ok(None),
+    }
+}
+
 /// Returns the number of the system's pages that a region has.
 fn system_pages(geometry: Geometry) -> u64 {
     geometry.bytes() / rustix::param::page_size() as u64
@@ -682,7 +698,7 @@ impl Shared {
     ) -> Result<R, E> {
         // In a thread that ends, there may be none any more.
         let waiting = kind.try_with(RefCell::take).ok().flatten();
-        let waiting = waiting.unwrap_or_else(|| Waiting::chained(None, WAKES + 1));
+        let waiting = waiting.unwrap_or_else(|| Waiting::chained(self.wait_mode, WAKES + 1));
         let mut gaps = Gaps::new(waiting);
         let result = self.turns.wait(&mut gaps, done);
         let _ = kind.try_with(|kept| kept.replace(Some(gaps.waiting)));

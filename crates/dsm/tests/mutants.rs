@@ -56,9 +56,10 @@ const CAUGHT: [(Mutant, &str); 28] = [
 const TWO_LOCKS: &str = "2 nodes, 2 threads at one, 1 unit, 2 locks";
 const SHARED_FALSELY: &str = "2 nodes, 1 unit, false sharing between barriers";
 const AT_HOME: &str = "2 nodes, 2 threads at the home, 1 unit, 2 locks";
+const RELEASED_LATE: &str = "3 nodes, 1 unit, false sharing, releases without an acquire, delays";
 
 /// The smallest set in which each defect of release consistency breaks a rule.
-const RELEASE_CAUGHT: [(Mutant, &str); 14] = [
+const RELEASE_CAUGHT: [(Mutant, &str); 17] = [
     (Mutant::NoticedEarly, "3 nodes, 1 unit, false sharing, 2 locks"),
     (Mutant::HomeUnprotected, AT_HOME),
     (Mutant::DirtyDropped, TWO_LOCKS),
@@ -82,6 +83,12 @@ const RELEASE_CAUGHT: [(Mutant, &str); 14] = [
         Mutant::LandingOvertaken,
         "3 nodes, 1 unit, false sharing, 2 locks",
     ),
+    (
+        Mutant::ComparedEarly,
+        "2 nodes, 2 threads at one, 1 unit, 2 locks, delays",
+    ),
+    (Mutant::AnsweredEarly, RELEASED_LATE),
+    (Mutant::StoreOvertaken, RELEASED_LATE),
 ];
 
 const LOCK: &str = "lock, 2 nodes, crash";
@@ -152,6 +159,22 @@ fn release_model__catches_each_defect() {
             ..worlds.unwrap().clone()
         };
         print(mutant, name, worlds.check().broken);
+    }
+}
+
+/// Only where other steps come between an event and its actions do these break a rule.
+#[test]
+fn release_model__needs_delays_for_some_defects() {
+    let delayed = RELEASE_CAUGHT.iter().filter(|it| it.1.ends_with(", delays"));
+    for (mutant, _) in delayed {
+        for worlds in release_world::SMALL.iter().filter(|it| !it.delays) {
+            let worlds = release_world::Worlds {
+                mutant: Some(*mutant),
+                ..worlds.clone()
+            };
+            let broken = worlds.check().broken;
+            assert_eq!(broken, None, "{mutant:?} in: {}", worlds.name);
+        }
     }
 }
 

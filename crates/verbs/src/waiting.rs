@@ -70,7 +70,8 @@ const WAKE_WEIGHT: u64 = 8;
 const PROBE_EVERY: u32 = 16;
 
 /// Effort of a waiter for a short wait, least first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, strum::EnumString)]
+#[strum(serialize_all = "lowercase")]
 pub enum WaitMode {
     /// Sleeps at once: what it waits for is more than two wake-ups away.
     Blocked,
@@ -86,12 +87,7 @@ pub enum WaitMode {
 impl WaitMode {
     /// Returns the mode that the environment variable `RDMUX_WAIT` pins.
     pub fn of_environment() -> Option<WaitMode> {
-        match std::env::var("RDMUX_WAIT").ok()?.as_str() {
-            "blocked" => Some(WaitMode::Blocked),
-            "interrupted" => Some(WaitMode::Interrupted),
-            "running" => Some(WaitMode::Running),
-            _ => None,
-        }
+        std::env::var("RDMUX_WAIT").ok()?.parse().ok()
     }
 
     fn of(gap_ns: u64, wake_ns: u64) -> WaitMode {

@@ -3,7 +3,7 @@
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use rdmux_dsm::{Cluster, FaultMode};
+use rdmux_dsm::{Cluster, FaultMode, WAIT_VARIABLE};
 use serde_json::Value;
 
 use crate::LOOPBACK;
@@ -26,6 +26,7 @@ const SOR_ARGUMENTS: [&str; 2] = ["2046", "100"];
 const ONE_THREAD: &str = "one thread";
 const TWO_THREADS: &str = "two threads of one process";
 const INLINE: &str = "two nodes, faulting thread";
+const POLLING: &str = "two nodes whose threads poll";
 const BASELINE: &str = "two nodes, baseline";
 const MPI: &str = "two ranks of MPI";
 
@@ -37,6 +38,8 @@ struct Setup {
     mode: FaultMode,
     /// Value of `RDMUX_WAIT`, if the nodes are not to wait as the machine's load allows.
     wait: Option<&'static str>,
+    /// The program's threads poll as long as they wait, as those of MPI do.
+    polls: bool,
 }
 
 /// Events are handled by a thread that is woken for them, and rights change page by page.
@@ -45,11 +48,16 @@ const OF_BASELINE: Setup = Setup {
     threads: 1,
     mode: FaultMode::Mprotect,
     wait: Some("blocked"),
+    polls: false,
 };
 const OF_INLINE: Setup = Setup {
     mode: FaultMode::Inline,
     wait: None,
     ..OF_BASELINE
+};
+const OF_POLLING: Setup = Setup {
+    polls: true,
+    ..OF_INLINE
 };
 const OF_THREAD: Setup = Setup {
     mode: FaultMode::Thread,
@@ -89,6 +97,7 @@ fn tables(keys: [&'static str; 2], titles: [&'static str; 2], is_beside: bool) -
         (TWO_THREADS, OF_TWO_THREADS),
         (ONE_THREAD, OF_ONE_THREAD),
         (INLINE, OF_INLINE),
+        (POLLING, OF_POLLING),
         ("two nodes, service thread", OF_THREAD),
         (BASELINE, OF_BASELINE),
     ] {
@@ -115,19 +124,20 @@ fn ratios(tables: &[Table]) -> Vec<Ratio> {
     let Some(alone) = tables.first() else {
         return ratios;
     };
-    let speedup = |name: &str, goal, program| {
-        let (of, to) = (alone.rounds(TWO_THREADS, program), alone.rounds(INLINE, program));
-        Ratio::new(
-            format!("{name}: speed of two nodes to two threads"),
-            goal,
+    for row in [INLINE, POLLING] {
+        for (name, program) in [("SOR", SOR), ("matmul", MATMUL)] {
+            let (of, to) = (alone.rounds(TWO_THREADS, program), alone.rounds(row, program));
+            let name = format!("{name}: speed of {row} to two threads");
+            ratios.push(Ratio::new(name, "at least 0.9", &of, &to));
+        }
+        let (of, to) = (alone.rounds(row, SOR), alone.rounds(MPI, SOR));
+        ratios.push(Ratio::new(
+            format!("SOR: time of {row} to MPI"),
+            "at most 1.25",
             &of,
             &to,
-        )
-    };
-    ratios.push(speedup("SOR", "at least 0.9", SOR));
-    ratios.push(speedup("matmul", "at least 0.9", MATMUL));
-    let (of, to) = (alone.rounds(INLINE, SOR), alone.rounds(MPI, SOR));
-    ratios.push(Ratio::new("SOR: time to MPI", "at most 1.25", &of, &to));
+        ));
+    }
     for table in tables.iter().filter(|table| table.compares) {
         for (program, heading) in PROGRAMS {
             let (of, to) = (table.rounds(BASELINE, program), table.rounds(INLINE, program));
@@ -154,6 +164,7 @@ fn run(setup: Setup, program: usize, is_beside: bool) -> Result<[f64; 2]> {
             .envs(clusters[node].environment())
             .env(FaultMode::VARIABLE, setup.mode.to_string())
             .envs(setup.wait.map(|wait| ("RDMUX_WAIT", wait)))
+            .envs(setup.polls.then_some((WAIT_VARIABLE, "running")))
             .stderr(Stdio::piped());
         command
     };

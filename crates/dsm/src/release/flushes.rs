@@ -87,7 +87,10 @@ impl Flushes {
         let Flush { from, run, .. } = flush;
         let is_twin = |twin: &Option<NodeId>| *twin == Some(from) || mutant!(OthersOverwritten);
         let mut begun = self.slots.iter().flatten();
-        let is_alone = !begun.any(|it| overlap(&it.flush.run.units(), &run.units()));
+        let is_alone = !begun.any(|it| {
+            let is_overtaken = it.stage == Stage::Stores && mutant!(StoreOvertaken);
+            overlap(&it.flush.run.units(), &run.units()) && !is_overtaken
+        });
         let lands = is_alone && self.twins.range(run.units()).all(|(_, it)| is_twin(it));
         let is_noted = lands && self.twins.range(run.units()).count() == run.count as usize;
         if !is_noted {

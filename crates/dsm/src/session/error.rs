@@ -125,6 +125,9 @@ pub enum Error {
     /// The environment has no such mode.
     #[error("RDMUX_DSM_FAULTS={0}: give thread, inline or mprotect")]
     FaultMode(String),
+    /// [`WAIT_VARIABLE`](super::WAIT_VARIABLE) has no such mode.
+    #[error("RDMUX_DSM_WAIT={0}: give blocked, interrupted or running")]
+    WaitMode(String),
     /// There are too many regions.
     #[error("there are already {REGIONS_MAX} regions")]
     TooManyRegions,

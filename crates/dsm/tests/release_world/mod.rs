@@ -1,12 +1,15 @@
 //! All states of small worlds with release consistency: nodes with real state machines, and memory, messages and reads of a model.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
+mod turn;
+
 use std::collections::{BTreeSet, HashSet};
 
 use rdmux_dsm::protocol::{Access, Homes, Message, NodeId, Right, Settings};
-use rdmux_dsm::release::{Action, Looked, Node, Run};
+use rdmux_dsm::release::{Looked, Node, Run};
 
 use self::Op::{Barrier, Lock as L, Read as R, Unlock as U, Write as W};
+use self::turn::Turn;
 
 /// Words of a unit.
 pub(crate) const WORDS: usize = 2;
@@ -43,6 +46,8 @@ pub(crate) struct Worlds {
     pub(crate) duplicates: usize,
     /// Site that may crash.
     pub(crate) crash: Option<usize>,
+    /// Other steps come between an event and its actions, and between these, as far as the driver allows ([`turn`]).
+    pub(crate) delays: bool,
     #[cfg(feature = "mutants")]
     pub(crate) mutant: Option<rdmux_dsm::mutant::Mutant>,
 }
@@ -99,11 +104,24 @@ enum Task {
         found: Option<Vec<u32>>,
         has_lapped: bool,
     },
+    /// One that has landed, of which the node has not heard.
+    Ended {
+        from: usize,
+        end: End,
+    },
+}
+
+/// End of a read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum End {
+    Pulled { unit: usize, task: u64 },
+    Fetched { slot: usize },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Site {
     node: Node,
+    turn: Turn,
     is_up: bool,
     epoch: u64,
     rights: Vec<Right>,
@@ -145,7 +163,12 @@ enum Step {
     Duplicate(usize),
     /// A read finds something, or ends if it has.
     Task(usize, usize),
+    /// A site carries out one of the actions that may be next.
+    Act(usize, usize),
     Crash,
+    /// A site notices the loss of the one that has crashed while it carries out actions.
+    Lose(usize),
+    /// It hears that the one is gone.
     Hear(usize),
 }
 
@@ -221,6 +244,7 @@ impl Worlds {
         };
         let make = |number| Site {
             node: Node::new(id(number), &settings, self.slots, self.run_max),
+            turn: Turn::default(),
             is_up: true,
             epoch: 0,
             rights: vec![Right::Invalid; units],
@@ -258,9 +282,9 @@ impl World {
             .filter(|it| self.can_go_on(worlds, *it))
             .map(Step::Thread)
             .collect();
-        for (index, (_, to, message)) in self.network.iter().enumerate() {
-            let site = &self.sites[site(*to)];
-            if site.is_up && message.epoch <= site.epoch {
+        for (index, (from, to, message)) in self.network.iter().enumerate() {
+            let (from, site) = (&self.sites[site(*from)], &self.sites[site(*to)]);
+            if site.is_up && message.epoch <= site.epoch && site.turn.takes_messages(from) {
                 steps.push(Step::Message(index));
                 if self.duplicates > 0 {
                     steps.push(Step::Duplicate(index));
@@ -268,9 +292,20 @@ impl World {
             }
         }
         for (number, site) in self.sites.iter().enumerate().filter(|it| it.1.is_up) {
-            steps.extend((0..site.tasks.len()).map(|task| Step::Task(number, task)));
+            let may_go_on = |task: &usize| {
+                let task = &site.tasks[*task];
+                let from = &self.sites[task.from(worlds)];
+                site.turn.takes_ends() || !task.is_ending(from.is_up)
+            };
+            let tasks = (0..site.tasks.len()).filter(may_go_on);
+            steps.extend(tasks.map(|task| Step::Task(number, task)));
+            steps.extend((0..site.turn.choices()).map(|choice| Step::Act(number, choice)));
             if self.has_crashed && site.epoch == 0 {
-                steps.push(Step::Hear(number));
+                match site.turn.takes_news(worlds, number) {
+                    true => steps.push(Step::Hear(number)),
+                    false if site.turn.has_failed() => steps.push(Step::Lose(number)),
+                    false => {}
+                }
             }
         }
         if worlds.crash.is_some() && !self.has_crashed {
@@ -299,12 +334,14 @@ impl World {
             return false;
         }
         match (*op, thread.stage) {
+            (Op::Read(unit, _), _) => site.can(unit, Access::Read, number),
+            (Op::Write(unit, ..), _) => site.can(unit, Access::Write, number),
+            // The driver carries all out before another thread gets it.
+            _ if !site.turn.is_idle() => false,
             (_, Stage::Acquiring(round)) => site.node.acquired(round),
             (_, Stage::Releasing(round)) => site.node.released(round).is_some(),
             (_, Stage::Waiting(until)) => self.arrived >= until,
             (Op::Lock(lock), _) => self.locks[lock].thread.is_none() && self.locks[lock].epoch <= site.epoch,
-            (Op::Read(unit, _), _) => site.can(unit, Access::Read),
-            (Op::Write(unit, ..), _) => site.can(unit, Access::Write),
             (Op::Unlock(_) | Barrier, _) => true,
         }
     }
@@ -315,19 +352,21 @@ impl World {
             Step::Message(index) => {
                 let (from, to, message) = self.network.remove(index);
                 let _ = self.sites[site(to)].node.handle_message(from, &message);
-                self.carry_out(site(to))?;
+                self.took(worlds, site(to))?;
             }
             Step::Duplicate(index) => {
                 self.duplicates -= 1;
                 let (from, to, message) = self.network[index];
                 let _ = self.sites[site(to)].node.handle_message(from, &message);
-                self.carry_out(site(to))?;
+                self.took(worlds, site(to))?;
             }
             Step::Task(number, task) => self.read(worlds, number, task)?,
+            Step::Act(number, choice) => self.act(worlds, number, choice)?,
             Step::Crash => {
                 let crashed = worlds.crash.unwrap();
                 self.has_crashed = true;
                 self.sites[crashed].is_up = false;
+                self.sites[crashed].turn = Turn::default();
                 self.sites[crashed].tasks.clear();
                 for number in 0..self.threads.len() {
                     if self.threads[number].site == crashed {
@@ -335,13 +374,14 @@ impl World {
                     }
                 }
             }
+            Step::Lose(number) => self.end_tasks(worlds, number, worlds.crash.unwrap())?,
             Step::Hear(number) => {
                 let gone = worlds.crash.unwrap();
                 self.end_tasks(worlds, number, gone)?;
                 let site = &mut self.sites[number];
                 site.epoch = 1;
                 site.node.handle_gone(1, &[id(gone)]);
-                self.carry_out(number)?;
+                self.took(worlds, number)?;
             }
         }
         self.network.sort_unstable();
@@ -367,13 +407,9 @@ impl World {
     fn end_tasks(&mut self, worlds: &Worlds, number: usize, gone: usize) -> Result<(), String> {
         let (ended, left): (Vec<Task>, Vec<Task>) = std::mem::take(&mut self.sites[number].tasks)
             .into_iter()
-            .partition(|task| match task {
-                Task::Pull { unit, .. } => worlds.homes[*unit] == gone,
-                Task::Fetch { from, .. } | Task::Land { from, .. } | Task::Look { from, .. } => *from == gone,
-            });
+            .partition(|task| task.from(worlds) == gone);
         let site = &mut self.sites[number];
         site.tasks = left;
-        let node = &mut site.node;
         for task in ended {
             if let Task::Land {
                 run,
@@ -386,38 +422,19 @@ impl World {
                     site.frames[unit][0] = words[0];
                 }
             }
-            match task {
-                Task::Pull { unit, task, .. } => node.handle_pulled(unit as u64, task, false),
-                Task::Fetch { slot, .. } | Task::Land { slot, .. } => node.handle_fetched(slot, false),
-                Task::Look { from, .. } => node.handle_looked(id(from), Looked::Failed),
-            }
+            site.fail(task);
         }
-        self.carry_out(number)
+        self.took(worlds, number)
     }
 
     /// Has a read find something, or ends it if it has.
     fn read(&mut self, worlds: &Worlds, number: usize, task: usize) -> Result<(), String> {
         let task = self.sites[number].tasks.remove(task);
-        let from = match task {
-            Task::Pull { unit, .. } => worlds.homes[unit],
-            Task::Fetch { from, .. } | Task::Land { from, .. } | Task::Look { from, .. } => from,
-        };
-        let source = &self.sites[from];
-        let has_found = matches!(
-            task,
-            Task::Pull { found: Some(_), .. }
-                | Task::Land { found: Some(_), .. }
-                | Task::Look { found: Some(_), .. }
-        );
-        if !source.is_up && !has_found {
+        let source = &self.sites[task.from(worlds)];
+        if !source.is_up && task.is_lost() {
             // It fails when the node is known to be gone.
-            let site = &mut self.sites[number];
-            match task {
-                Task::Pull { unit, task, .. } => site.node.handle_pulled(unit as u64, task, false),
-                Task::Fetch { slot, .. } | Task::Land { slot, .. } => site.node.handle_fetched(slot, false),
-                Task::Look { from, .. } => site.node.handle_looked(id(from), Looked::Failed),
-            }
-            return self.carry_out(number);
+            self.sites[number].fail(task);
+            return self.took(worlds, number);
         }
         match task {
             Task::Pull {
@@ -457,15 +474,15 @@ impl World {
                     ));
                 }
                 site.frames[unit] = words;
-                site.node.handle_pulled(unit as u64, task, true);
+                let from = worlds.homes[unit];
+                return self.landed(worlds, number, from, End::Pulled { unit, task });
             }
             Task::Fetch { run, slot, from } => {
                 source.check_written(run, number, from)?;
                 let copies = units(run).map(|unit| (source.frames[unit], source.twins[unit]));
                 let copies = copies.collect();
-                let site = &mut self.sites[number];
-                site.slots[slot] = copies;
-                site.node.handle_fetched(slot, true);
+                self.sites[number].slots[slot] = copies;
+                return self.landed(worlds, number, from, End::Fetched { slot });
             }
             Task::Land {
                 run,
@@ -486,14 +503,14 @@ impl World {
             Task::Land {
                 run,
                 slot,
+                from,
                 found: Some(found),
-                ..
             } => {
                 let site = &mut self.sites[number];
                 for (unit, words) in units(run).zip(found) {
                     site.frames[unit] = words;
                 }
-                site.node.handle_fetched(slot, true);
+                return self.landed(worlds, number, from, End::Fetched { slot });
             }
             Task::Look {
                 from,
@@ -513,72 +530,20 @@ impl World {
                 };
                 self.sites[number].node.handle_looked(id(from), looked);
             }
+            Task::Ended { end, .. } => self.sites[number].end(end),
         }
-        self.carry_out(number)
+        self.took(worlds, number)
     }
 
-    /// Carries out what a site's state machine has decided.
-    fn carry_out(&mut self, number: usize) -> Result<(), String> {
-        while let Some(action) = self.sites[number].node.poll_action() {
-            let site = &mut self.sites[number];
-            match action {
-                Action::Send { to, message } => self.network.push((id(number), to, message)),
-                Action::Pull { unit, task } => site.tasks.push(Task::Pull {
-                    unit: unit as usize,
-                    task,
-                    found: None,
-                }),
-                Action::Copy { unit } => site.twins[unit as usize] = site.frames[unit as usize],
-                Action::Protect { unit, right } => site.rights[unit as usize] = right,
-                Action::Wake { .. } | Action::Ended => {}
-                Action::Poison { unit, .. } => {
-                    site.lost[unit as usize] = true;
-                    site.rights[unit as usize] = Right::Invalid;
-                }
-                Action::Compare { run, task } => {
-                    let differ = units(run).map(|unit| site.frames[unit] != site.twins[unit]);
-                    let differ: Vec<bool> = differ.collect();
-                    site.node.handle_compared(task, &differ);
-                }
-                Action::Fetch { run, slot, from } => site.tasks.push(Task::Fetch {
-                    run,
-                    slot,
-                    from: from.number() as usize,
-                }),
-                Action::Land { run, slot, from } => site.tasks.push(Task::Land {
-                    run,
-                    slot,
-                    from: from.number() as usize,
-                    found: None,
-                }),
-                Action::Apply { run, slot, is_shared } => {
-                    let mut are_same = vec![];
-                    let copies = std::mem::take(&mut site.slots[slot]);
-                    for (unit, (copy, twin)) in units(run).zip(copies) {
-                        if site.rights[unit] == Right::Exclusive && !is_shared {
-                            return Err(format!(
-                                "site {number} stores into unit {unit} as if it did not write it"
-                            ));
-                        }
-                        for word in (0..WORDS).filter(|word| copy[*word] != twin[*word]) {
-                            site.frames[unit][word] = copy[word];
-                        }
-                        are_same.push(site.frames[unit] == copy);
-                    }
-                    site.node.handle_applied(slot, &are_same);
-                }
-                Action::Append { run } => site.log.extend(run.first..run.first + run.count),
-                Action::Look { node } => site.tasks.push(Task::Look {
-                    from: node.number() as usize,
-                    found: None,
-                    has_lapped: false,
-                }),
-                Action::Accuse { node, violation } => {
-                    return Err(format!("site {number} accuses {node:?} of {violation}"));
-                }
-            }
+    /// Has the node hear that a read has landed, now or later.
+    fn landed(&mut self, worlds: &Worlds, number: usize, from: usize, end: End) -> Result<(), String> {
+        let site = &mut self.sites[number];
+        if worlds.delays {
+            site.tasks.push(Task::Ended { from, end });
+            return Ok(());
         }
-        Ok(())
+        site.end(end);
+        self.took(worlds, number)
     }
 
     fn go_on(&mut self, worlds: &Worlds, number: usize) -> Result<(), String> {
@@ -594,7 +559,7 @@ impl World {
             (Op::Read(unit, word), _) => {
                 if site.rights[unit] == Right::Invalid {
                     site.node.handle_fault(unit as u64, Access::Read);
-                    return self.carry_out(here);
+                    return self.faulted(worlds, number);
                 }
                 let value = site.frames[unit][word];
                 if !self.allowed[unit][word].contains(&value) {
@@ -608,7 +573,7 @@ impl World {
             (Op::Write(unit, word, value), _) => {
                 if site.rights[unit] != Right::Exclusive {
                     site.node.handle_fault(unit as u64, Access::Write);
-                    return self.carry_out(here);
+                    return self.faulted(worlds, number);
                 }
                 site.frames[unit][word] = value;
                 let before = std::mem::replace(&mut self.allowed[unit][word], BTreeSet::from([value]));
@@ -646,10 +611,11 @@ impl World {
         let thread = &mut self.threads[number];
         thread.at += usize::from(next.is_none());
         thread.stage = next.unwrap_or(Stage::Begin);
-        self.carry_out(here)
+        self.began(worlds, here)
     }
 }
 
+/// Returns the units of a run.
 fn units(run: Run) -> std::ops::Range<usize> {
     run.first as usize..(run.first + run.count) as usize
 }
@@ -665,9 +631,69 @@ impl Site {
         }
     }
 
-    /// Returns whether an access has a next step: it is allowed, or faults and nothing has been asked for.
-    fn can(&self, unit: usize, access: Access) -> bool {
-        self.lost[unit] || self.rights[unit] >= access.needs() || !self.node.is_awaited(unit as u64)
+    /// Returns whether an access of a thread has a next step: it is allowed, or faults and nothing has been asked for.
+    fn can(&self, unit: usize, access: Access, thread: usize) -> bool {
+        let faults = || !self.node.is_awaited(unit as u64) && self.turn.takes_fault(thread);
+        self.lost[unit] || self.rights[unit] >= access.needs() || faults()
+    }
+
+    /// Ends a read that has landed.
+    fn end(&mut self, end: End) {
+        match end {
+            End::Pulled { unit, task } => self.node.handle_pulled(unit as u64, task, true),
+            End::Fetched { slot } => self.node.handle_fetched(slot, true),
+        }
+    }
+
+    /// Ends a read whose source is gone.
+    fn fail(&mut self, task: Task) {
+        match task {
+            Task::Pull { unit, task, .. }
+            | Task::Ended {
+                end: End::Pulled { unit, task },
+                ..
+            } => self.node.handle_pulled(unit as u64, task, false),
+            Task::Fetch { slot, .. }
+            | Task::Land { slot, .. }
+            | Task::Ended {
+                end: End::Fetched { slot },
+                ..
+            } => self.node.handle_fetched(slot, false),
+            Task::Look { from, .. } => self.node.handle_looked(id(from), Looked::Failed),
+        }
+    }
+}
+
+impl Task {
+    /// Returns the site that is read from.
+    fn from(&self, worlds: &Worlds) -> usize {
+        match *self {
+            Task::Pull { unit, .. } => worlds.homes[unit],
+            Task::Fetch { from, .. }
+            | Task::Land { from, .. }
+            | Task::Look { from, .. }
+            | Task::Ended { from, .. } => from,
+        }
+    }
+
+    /// Returns whether it has found nothing yet: it is lost with its source.
+    fn is_lost(&self) -> bool {
+        match self {
+            Task::Pull { found, .. } => found.is_none(),
+            Task::Land { found, .. } => found.is_none(),
+            Task::Look { found, .. } => found.is_none(),
+            Task::Fetch { .. } => true,
+            Task::Ended { .. } => false,
+        }
+    }
+
+    /// Returns whether its next step is its end, of which the node hears, in a world with delays.
+    fn is_ending(&self, source_is_up: bool) -> bool {
+        let has_ended = match self {
+            Task::Look { found, .. } => found.is_some(),
+            _ => matches!(self, Task::Ended { .. }),
+        };
+        has_ended || !source_is_up && self.is_lost()
     }
 }
 
@@ -694,6 +720,7 @@ const fn world(
         log: 8,
         duplicates: 0,
         crash: None,
+        delays: false,
         #[cfg(feature = "mutants")]
         mutant: None,
     }
@@ -886,6 +913,80 @@ pub(crate) const SMALL: &[Worlds] = &[
                 (0, &[L(0), W(0, 0, 1), W(1, 0, 2), U(0)]),
                 (1, &[L(0), R(0, 0), U(0), L(0), R(0, 0), R(1, 0), U(0)]),
                 (2, &[L(0), W(0, 0, 3), U(0)]),
+            ],
+        )
+    },
+    Worlds {
+        delays: true,
+        ..world(
+            "2 nodes, 1 unit, a lock, delays",
+            &[0],
+            &[
+                (0, &[L(0), R(0, 0), W(0, 0, 1), U(0)]),
+                (1, &[L(0), R(0, 0), W(0, 0, 2), U(0), L(0), R(0, 0), U(0)]),
+            ],
+        )
+    },
+    Worlds {
+        delays: true,
+        ..world(
+            "2 nodes, 2 threads at one, 1 unit, 2 locks, delays",
+            &[1],
+            &[
+                // It releases what the other one writes.
+                (0, &[L(0), U(0)]),
+                (0, &[L(1), W(0, 0, 1), U(1), L(1), R(0, 0), U(1)]),
+                (1, &[L(1), R(0, 0), W(0, 0, 2), U(1)]),
+            ],
+        )
+    },
+    Worlds {
+        delays: true,
+        ..world(
+            "2 nodes, 2 threads at the home, 1 unit, 2 locks, delays",
+            &[0],
+            &[
+                (0, &[L(0), W(0, 0, 1), U(0)]),
+                (0, &[L(1), W(0, 1, 2), U(1)]),
+                (1, &[L(0), R(0, 0), W(0, 0, 3), U(0), L(1), R(0, 1), U(1)]),
+            ],
+        )
+    },
+    Worlds {
+        sites: 3,
+        delays: true,
+        ..world(
+            "3 nodes, 1 unit, false sharing, releases without an acquire, delays",
+            &[2],
+            &[
+                (0, &[W(0, 0, 1), U(0), Barrier, R(0, 0)]),
+                // Nobody else has the lock.
+                (1, &[W(0, 1, 2), U(1), W(0, 1, 3), U(1), W(0, 1, 4), Barrier]),
+            ],
+        )
+    },
+    Worlds {
+        delays: true,
+        ..world(
+            "2 nodes, 2 threads at one, 2 units, 2 locks, delays",
+            &[1, 1],
+            &[
+                (0, &[L(0), W(0, 0, 1), W(1, 0, 2), U(0)]),
+                (0, &[L(1), R(0, 1), W(1, 1, 4), U(1)]),
+                (1, &[L(0), R(0, 0), W(1, 0, 3), U(0)]),
+            ],
+        )
+    },
+    Worlds {
+        crash: Some(1),
+        delays: true,
+        ..world(
+            "2 nodes, 2 units, a crash of a home, delays",
+            &[1, 0],
+            &[
+                (0, &[L(0), W(0, 0, 1), U(0), L(0), R(1, 0), U(0)]),
+                (0, &[L(1), R(0, 1), W(0, 1, 2), U(1)]),
+                (1, &[L(0), W(1, 0, 3), U(0)]),
             ],
         )
     },
