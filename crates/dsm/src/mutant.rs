@@ -97,7 +97,7 @@ mutants! {
     ComparedEarly,
     /// A home answers a flush before it has stored what was written.
     AnsweredEarly,
-    /// A flush lands although what another one has brought is not stored into the same frame yet.
+    /// A flush lands although another one, which was read into its slot, is to be stored into the same frame.
     StoreOvertaken,
 
     // Those of synchronisation.

@@ -88,7 +88,10 @@ const RELEASE_CAUGHT: [(Mutant, &str); 17] = [
         "2 nodes, 2 threads at one, 1 unit, 2 locks, delays",
     ),
     (Mutant::AnsweredEarly, RELEASED_LATE),
-    (Mutant::StoreOvertaken, RELEASED_LATE),
+    (
+        Mutant::StoreOvertaken,
+        "3 nodes, 2 units, false sharing, flushes that wait for slots",
+    ),
 ];
 
 const LOCK: &str = "lock, 2 nodes, crash";

@@ -88,7 +88,7 @@ impl Flushes {
         let is_twin = |twin: &Option<NodeId>| *twin == Some(from) || mutant!(OthersOverwritten);
         let mut begun = self.slots.iter().flatten();
         let is_alone = !begun.any(|it| {
-            let is_overtaken = it.stage == Stage::Stores && mutant!(StoreOvertaken);
+            let is_overtaken = it.stage != Stage::Lands && mutant!(StoreOvertaken);
             overlap(&it.flush.run.units(), &run.units()) && !is_overtaken
         });
         let lands = is_alone && self.twins.range(run.units()).all(|(_, it)| is_twin(it));
