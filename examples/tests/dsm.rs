@@ -275,7 +275,7 @@ fn trace__that_cannot_be_written_is_refused() {
 }
 
 #[test]
-fn wait__of_the_environment_is_taken_or_refused() {
+fn programs__run_with_each_way_to_wait_and_refuse_others() {
     let run = |mode: &str| {
         run_over(
             &[(WAIT_VARIABLE, mode)],

@@ -130,7 +130,7 @@ fn floor(name: &'static str, home: &'static str) -> Line {
 
 const INLINE: Fault = Fault {
     mode: FaultMode::Inline,
-    home: None,
+    is_home_asleep: false,
     over_udp: false,
 };
 const THREAD: Fault = Fault {
@@ -142,7 +142,7 @@ const MPROTECT: Fault = Fault {
     ..INLINE
 };
 const INLINE_ASLEEP: Fault = Fault {
-    home: Some("blocked"),
+    is_home_asleep: true,
     ..INLINE
 };
 const INLINE_UDP: Fault = Fault {

@@ -4,14 +4,14 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use zerocopy::{FromBytes, Immutable, IntoBytes};
+use zerocopy::IntoBytes;
 
 use crate::memory::Access;
 use crate::region::Region;
 use crate::session::Error;
 
 /// A number of 64 bits.
-pub trait Number: Copy + FromBytes + IntoBytes + Immutable + sealed::Sealed {
+pub trait Number: Copy + sealed::Sealed {
     /// Returns its bits.
     fn to_bits(self) -> u64;
     /// Returns the number of these bits.
@@ -19,7 +19,9 @@ pub trait Number: Copy + FromBytes + IntoBytes + Immutable + sealed::Sealed {
 }
 
 mod sealed {
-    pub trait Sealed {}
+    use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+    pub trait Sealed: FromBytes + IntoBytes + Immutable {}
     impl Sealed for u64 {}
     impl Sealed for i64 {}
     impl Sealed for f64 {}
@@ -112,8 +114,8 @@ impl<'a, T: Number> Array<'a, T> {
         copied.expect("bytes of the mapping");
     }
 
-    /// Sets elements from `start` on to those of a slice, in any order. A thread that reads one of them meanwhile gets the old one, the new one or
-    /// a mixture of both.
+    /// Sets elements from `start` on to those of a slice, in any order, some of them perhaps twice. A thread that reads one of them meanwhile gets
+    /// the old one, the new one or a mixture of both; what it writes into one may be lost.
     ///
     /// # Panics
     /// If there are no such elements.

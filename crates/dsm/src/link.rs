@@ -23,7 +23,8 @@ use crate::window::Slot;
 /// Reads in flight to one node. Others wait for their completions.
 const READS: u32 = 32;
 
-/// Receives for bells. Each turn takes all bells that have come.
+/// Receives for bells. A thorough turn takes all that have come; before it, a node that writes frames directly rings once at most for each sleep of
+/// this one.
 const BELLS: u32 = 2 * SLOTS;
 
 /// Send requests of a link: frames, as many bells, reads, a probe, and the word.

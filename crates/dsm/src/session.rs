@@ -42,7 +42,7 @@ use crate::thread::Thread;
 use crate::trace::{Event, Recorder, RegionMade};
 
 /// The environment variable that pins how the program's threads wait for other nodes, with the values of `RDMUX_WAIT`. The service thread and the
-/// device, which wait while the program computes, choose by themselves.
+/// device, which wait while the program computes, choose by themselves. A thread keeps the mode of the first session in which it waits.
 pub const WAIT_VARIABLE: &str = "RDMUX_DSM_WAIT";
 
 /// Longest sleep of a waiting thread before it looks at the connections.

@@ -1,6 +1,6 @@
 //! Page faults and events of the distributed shared memory itself: two nodes, one of which touches pages, or changes a word, whose home is the other.
 
-use std::hint::black_box;
+use std::hint::{black_box, spin_loop};
 use std::num::NonZeroU32;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,9 +24,12 @@ pub(crate) const COMMAND: &str = "dsm-node";
 const PAGES: u64 = 1024;
 /// Rounds over all pages. In the first one, which is not measured, the system allocates them.
 const ROUNDS: u64 = 6;
+/// The same where a millisecond passes before each touch.
+const IDLE_ROUNDS: u64 = 2;
 const PAGE: u64 = 4096;
 /// Events that are measured.
 const EVENTS: usize = 10_000;
+const IDLE_TIME: Duration = Duration::from_millis(1);
 const JOINING: Duration = Duration::from_secs(10);
 
 /// Conditions of a measurement.
@@ -34,8 +37,8 @@ const JOINING: Duration = Duration::from_secs(10);
 pub(super) struct Fault {
     /// Mode in which the fault is answered.
     pub mode: FaultMode,
-    /// Value of `RDMUX_WAIT` of the home, if it is not to wait as the machine's load allows. (A value would have its device's thread poll, too.)
-    pub home: Option<&'static str>,
+    /// The home sleeps: it does not poll, and a millisecond passes before each fault. Else it waits as the machine's load allows.
+    pub is_home_asleep: bool,
     /// The nodes have no shared memory: packets go through UDP.
     pub over_udp: bool,
 }
@@ -51,9 +54,10 @@ pub(super) struct Event {
     pub is_idle: bool,
 }
 
-/// Kinds of events for [`child`].
+/// Kind of an event for [`child`].
 const EVENT: &str = "event";
-const IDLE_EVENT: &str = "idle-event";
+/// Precedes a kind before whose events a millisecond passes.
+const IDLE: &str = "idle-";
 /// Kind of a release for [`child`].
 const RELEASE: &str = "release";
 /// Releases that are measured.
@@ -61,18 +65,18 @@ const RELEASES: u64 = 51;
 
 /// Measures one kind of fault. Returns the median in microseconds.
 pub(super) fn measure(fault: Fault, kind: usize) -> Result<f64> {
-    run(CPUS, FAULT_NAMES[kind], |node, command| {
+    let sleeps = fault.is_home_asleep;
+    run(CPUS, &kind_of(FAULT_NAMES[kind], sleeps), |node, command| {
         command
             .env(FaultMode::VARIABLE, fault.mode.to_string())
-            .envs(fault.home.filter(|_| node == 1).map(|wait| ("RDMUX_WAIT", wait)))
+            .envs((sleeps && node == 1).then_some(("RDMUX_WAIT", "blocked")))
             .env("RDMUX_SHM", if fault.over_udp { "off" } else { "on" });
     })
 }
 
 /// Measures the round trip of an event. Returns the median in microseconds.
 pub(super) fn event(event: Event) -> Result<f64> {
-    let kind = if event.is_idle { IDLE_EVENT } else { EVENT };
-    run(event.cpus, kind, |_, command| {
+    run(event.cpus, &kind_of(EVENT, event.is_idle), |_, command| {
         command.envs(event.wait.map(|wait| ("RDMUX_WAIT", wait)));
     })
 }
@@ -82,6 +86,11 @@ pub(super) fn release() -> Result<f64> {
     run(CPUS, RELEASE, |_, command| {
         command.env(FaultMode::VARIABLE, FaultMode::Inline.to_string());
     })
+}
+
+fn kind_of(name: &str, is_idle: bool) -> String {
+    let prefix = if is_idle { IDLE } else { "" };
+    format!("{prefix}{name}")
 }
 
 /// Runs two nodes on some CPUs. Returns the median that node 0 has measured, in microseconds.
@@ -112,16 +121,18 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
     let [kind] = args else {
         bail!("{COMMAND} KIND");
     };
+    let idle = kind.strip_prefix(IDLE);
+    let (kind, is_idle) = (idle.unwrap_or(kind), idle.is_some());
     let cluster = Cluster::of_environment()?;
     let nodes: Vec<_> = cluster.nodes().collect();
     let session = Session::join(cluster, JOINING)?;
-    if let EVENT | IDLE_EVENT = kind.as_str() {
-        return events(&session, &Homes::hash(nodes)?, kind == IDLE_EVENT);
+    if kind == EVENT {
+        return events(&session, &Homes::hash(nodes)?, is_idle);
     }
     if kind == RELEASE {
         return releases(&session);
     }
-    let kind = FAULT_NAMES.iter().position(|name| name == kind);
+    let kind = FAULT_NAMES.iter().position(|name| *name == kind);
     let kind = kind.context("no such kind of fault")?;
     let mut options = RegionOptions::new(2 * PAGES * PAGE)?;
     // The second half of the pages has its home at node 1.
@@ -133,7 +144,8 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
     // Both nodes may read pages that are to be upgraded; others have been written by their home.
     let is_shared = FAULT_NAMES[kind] == "upgrade";
     let mut times = Histogram::<u64>::new(3)?;
-    for round in 0..ROUNDS {
+    let rounds = if is_idle { IDLE_ROUNDS } else { ROUNDS };
+    for round in 0..rounds {
         match session.node() {
             1 if is_shared => words().for_each(touch),
             1 => words().for_each(|word| word.store(round, Ordering::Relaxed)),
@@ -145,6 +157,12 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
                 words().for_each(touch);
             }
             for word in words() {
+                if is_idle {
+                    let until = Instant::now() + IDLE_TIME;
+                    while Instant::now() < until {
+                        spin_loop();
+                    }
+                }
                 let began = Instant::now();
                 match FAULT_NAMES[kind] {
                     "read" => touch(word),
@@ -164,7 +182,7 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
             "upgrade" => stat.upgrade_faults,
             _ => stat.write_faults,
         };
-        ensure!(faults >= ROUNDS * PAGES, "{stat:?}");
+        ensure!(faults >= rounds * PAGES, "{stat:?}");
         say_median(&times)?;
     }
     Ok(())
@@ -212,7 +230,7 @@ fn events(session: &Session, homes: &Homes, is_idle: bool) -> Result<()> {
         for _ in 0..if is_idle { EVENTS / 10 } else { EVENTS } {
             if is_idle {
                 // Time is meant: the other node's CPU becomes idle.
-                std::thread::sleep(Duration::from_millis(1));
+                std::thread::sleep(IDLE_TIME);
             }
             let began = Instant::now();
             thread.fetch_add(word, 1)?;

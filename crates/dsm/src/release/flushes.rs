@@ -8,6 +8,9 @@ use rdmux_wire::dsm::notice::Run;
 
 use crate::protocol::Violation;
 
+/// Flushes that wait, of which one may begin before others: nodes that have many wait cost no more with each message.
+const LOOKED_AT: usize = 1024;
+
 /// A flush of units of another node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Flush {
@@ -111,7 +114,7 @@ impl Flushes {
     fn take_next(&mut self) -> Option<Flush> {
         let landing = self.slots.iter().flatten().filter(|it| it.stage == Stage::Lands);
         // Units that land, a range for each slot, which grows by the flushes that wait for it. So each flush of the queue is compared with as many
-        // ranges as there are slots, however many wait.
+        // ranges as there are slots.
         let mut barred: Vec<Range<u64>> = landing.map(|it| it.flush.run.units()).collect();
         if mutant!(LandingOvertaken) {
             barred.clear();
@@ -124,7 +127,7 @@ impl Flushes {
             *range = range.start.min(units.start)..range.end.max(units.end);
             false
         };
-        let place = self.queue.iter().position(can_begin)?;
+        let place = self.queue.iter().take(LOOKED_AT).position(can_begin)?;
         self.queue.remove(place)
     }
 

@@ -16,7 +16,7 @@ use crate::stat::NodeCounter;
 /// Questions whether a node is there, in the time of a lease.
 const PROBES: u32 = 8;
 
-/// Looks for frames alone between two looks at all that comes, which need system calls.
+/// Looks for frames alone between two looks at all that comes, which need system calls, of a thread that polls.
 const LOOKS: u32 = 64;
 
 /// Stage of the events that the service thread handles.
@@ -41,7 +41,7 @@ struct Serving<'a> {
     gaps: Gaps,
     readers: Vec<(u32, Pages)>,
     faults: Vec<Fault>,
-    /// Looks for frames alone since all was looked at.
+    /// Looks for frames alone before all is looked at again.
     looks: u32,
     probed: Instant,
 }
@@ -52,7 +52,9 @@ impl Pause for Serving<'_> {
     }
 
     fn pause(&mut self) -> bool {
-        self.gaps.pause()
+        let polls = self.gaps.pause();
+        self.looks = if polls { LOOKS } else { 0 };
+        polls
     }
 }
 
@@ -95,6 +97,8 @@ impl Service for Serving<'_> {
     }
 
     fn awake(&mut self, was_polled: bool) {
+        // The events of the queues are taken: nothing else wakes this thread for what they have told of.
+        self.looks = 0;
         self.readers = self.shared.readers();
         if was_polled {
             // Another thread has taken all that came then.
@@ -106,13 +110,18 @@ impl Service for Serving<'_> {
 impl Serving<'_> {
     /// Answers frames, until some have come or all is to be looked at. Returns whether some have come.
     fn take_frames(&mut self) -> bool {
-        while self.looks < LOOKS {
-            self.looks += 1;
-            let mut driver = self.shared.turns.lock_in(STAGE);
+        let turns = &self.shared.turns;
+        while self.looks > 0 && !turns.is_polled() {
+            self.looks -= 1;
+            let mut driver = turns.lock_in(STAGE);
             if driver.uses_packets() {
                 return false;
             }
             if driver.turn(false) {
+                if !self.readers.is_empty() {
+                    // Faults do not wait behind frames that come all the time.
+                    self.looks = 0;
+                }
                 return true;
             }
             drop(driver);
@@ -123,7 +132,6 @@ impl Serving<'_> {
 
     /// Answers all that has come. Returns whether there was anything.
     fn take_all(&mut self) -> bool {
-        self.looks = 0;
         let mut driver = self.shared.turns.lock_in(STAGE);
         let mut any = driver.turn(true);
         for (region, pages) in &self.readers {

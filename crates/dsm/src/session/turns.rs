@@ -16,7 +16,7 @@ pub(crate) use self::driving::{Drive, Driving, Pause, Service, Turns};
 /// Locks, atomics, functions of the system and limits that the turns need.
 mod sync {
     pub(super) use std::hint::spin_loop;
-    pub(super) use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+    pub(super) use std::sync::atomic::{AtomicBool, AtomicU32 as Pollers, AtomicU32 as Sleepers, Ordering};
     pub(super) use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
     pub(super) use rdmux_verbs::provider::Waker;

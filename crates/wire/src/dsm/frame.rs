@@ -2,7 +2,7 @@
 //!
 //! A node has a *ring* of [`SLOTS`] frames for each other node, and behind it a word ([`SLEEPS_AT`]). Frame n, counted from 1, is in slot
 //! (n - 1) % [`SLOTS`]; its count is written last, so a node that polls the ring sees whole frames. A slot is written again when its frame was
-//! handled. A node that does not poll is woken by a *bell*, a SEND without bytes, behind the frames.
+//! handled. A node that does not poll is woken by a *bell*, a SEND without bytes, behind a frame.
 //!
 //! A node that is about to sleep writes into the word of those that write its ring directly, without packets, how often it has slept. These ring no
 //! bell for a number for which they have rung one, and none for a number that a frame of the sleeper says it has woken from. Where a frame travels

@@ -4,7 +4,8 @@ use std::ops::{Deref, DerefMut};
 use std::sync::PoisonError;
 
 use super::sync::{
-    AtomicBool, AtomicU32, Condvar, Mutex, MutexGuard, Ordering, RESTS, TURNS, Waker, spin_loop, wait_while,
+    AtomicBool, Condvar, Mutex, MutexGuard, Ordering, Pollers, RESTS, Sleepers, TURNS, Waker, spin_loop,
+    wait_while,
 };
 use crate::stat::NodeCounter;
 
@@ -46,11 +47,11 @@ pub(crate) trait Service: Pause {
 pub(crate) struct Turns<D> {
     driver: Mutex<D>,
     /// Threads of the program that take turns. It grows at any time, and falls with the driver held.
-    pollers: AtomicU32,
+    pollers: Pollers,
     /// Notified when [`Drive::changes`] has grown, if threads sleep.
     changed: Condvar,
     /// Threads that sleep until then. It changes with the driver held. Without any, a notification would be a system call for nobody.
-    sleepers: AtomicU32,
+    sleepers: Sleepers,
     /// Ends the sleep of the service thread.
     waker: Waker,
     stops: AtomicBool,
@@ -60,9 +61,9 @@ impl<D: Drive> Turns<D> {
     pub(crate) fn new(driver: D, waker: Waker) -> Turns<D> {
         Turns {
             driver: Mutex::new(driver),
-            pollers: AtomicU32::new(0),
+            pollers: Pollers::new(0),
             changed: Condvar::new(),
-            sleepers: AtomicU32::new(0),
+            sleepers: Sleepers::new(0),
             waker,
             stops: AtomicBool::new(false),
         }
@@ -90,7 +91,7 @@ impl<D: Drive> Turns<D> {
     }
 
     /// Returns whether a thread of the program takes turns.
-    fn is_polled(&self) -> bool {
+    pub(crate) fn is_polled(&self) -> bool {
         self.pollers.load(Ordering::Relaxed) > 0
     }
 

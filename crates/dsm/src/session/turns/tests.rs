@@ -25,6 +25,7 @@ mod sync {
 
     use super::{Device, WITHOUT, Without};
 
+    use loom::sync::atomic::AtomicU32;
     pub(super) use loom::sync::atomic::{AtomicBool, Ordering};
     pub(super) use loom::sync::{Mutex, MutexGuard};
 
@@ -33,13 +34,12 @@ mod sync {
 
     pub(super) fn spin_loop() {}
 
-    /// The count of pollers.
     #[derive(Debug)]
-    pub(super) struct AtomicU32(loom::sync::atomic::AtomicU32);
+    pub(super) struct Pollers(AtomicU32);
 
-    impl AtomicU32 {
-        pub(super) fn new(value: u32) -> AtomicU32 {
-            AtomicU32(loom::sync::atomic::AtomicU32::new(value))
+    impl Pollers {
+        pub(super) fn new(value: u32) -> Pollers {
+            Pollers(AtomicU32::new(value))
         }
 
         pub(super) fn load(&self, order: Ordering) -> u32 {
@@ -58,6 +58,30 @@ mod sync {
                 Without::Last => 2,
                 _ => self.0.fetch_sub(value, order),
             }
+        }
+    }
+
+    #[derive(Debug)]
+    pub(super) struct Sleepers(AtomicU32);
+
+    impl Sleepers {
+        pub(super) fn new(value: u32) -> Sleepers {
+            Sleepers(AtomicU32::new(value))
+        }
+
+        pub(super) fn load(&self, order: Ordering) -> u32 {
+            match WITHOUT.get() {
+                Without::Sleeper => 0,
+                _ => self.0.load(order),
+            }
+        }
+
+        pub(super) fn fetch_add(&self, value: u32, order: Ordering) -> u32 {
+            self.0.fetch_add(value, order)
+        }
+
+        pub(super) fn fetch_sub(&self, value: u32, order: Ordering) -> u32 {
+            self.0.fetch_sub(value, order)
         }
     }
 
@@ -121,6 +145,10 @@ enum Without {
     Change,
     /// Threads that sleep are not told of changes.
     Notice,
+    /// Nobody knows of the threads that sleep.
+    Sleeper,
+    /// The service thread looks for frames alone after its sleep.
+    Thorough,
     /// A thread sleeps without looking whether something has changed.
     Check,
     /// A thread goes on before its call has ended.
@@ -188,6 +216,8 @@ struct Messages {
     device: Rc<Device>,
     got: [bool; MESSAGES],
     changes: u64,
+    /// As that of [`crate::driver::Driver`]: the device is armed, and no thorough turn has been since.
+    is_armed: bool,
 }
 
 impl Messages {
@@ -204,9 +234,10 @@ impl Messages {
 }
 
 impl Drive for Messages {
-    fn turn(&mut self, _: bool) -> bool {
+    fn turn(&mut self, thoroughly: bool) -> bool {
         let any = self.take();
         self.changes += u64::from(any);
+        self.is_armed &= !thoroughly;
         any
     }
 
@@ -214,7 +245,11 @@ impl Drive for Messages {
         false
     }
 
+    /// As [`crate::driver::rest::rest`].
     fn rest(&mut self) -> bool {
+        if self.is_armed {
+            return !self.turn(false);
+        }
         self.device.state().is_armed = WITHOUT.get() != Without::Arm;
         if WITHOUT.get() == Without::Look {
             return true;
@@ -227,6 +262,7 @@ impl Drive for Messages {
         if has_come {
             self.device.state().is_armed = false;
         }
+        self.is_armed = !has_come;
         !has_come
     }
 
@@ -248,7 +284,10 @@ impl Pause for Sleepy {
     }
 }
 
-struct Serving(Rc<Turns<Messages>>);
+struct Serving {
+    turns: Rc<Turns<Messages>>,
+    has_slept: bool,
+}
 
 impl Pause for Serving {
     fn saw(&mut self, _: bool) {}
@@ -260,11 +299,13 @@ impl Pause for Serving {
 
 impl Service for Serving {
     fn turn(&mut self) -> bool {
-        self.0.lock_in(STAGE).turn(true)
+        let thoroughly = std::mem::take(&mut self.has_slept) && WITHOUT.get() != Without::Thorough;
+        self.turns.lock_in(STAGE).turn(thoroughly)
     }
 
     fn sleep(&mut self) {
-        let device = &self.0.waker().0;
+        self.has_slept = true;
+        let device = &self.turns.waker().0;
         device.wait(|state| state.is_readable);
         // As the kernel does: not at the moment in which the sleep ends.
         device.state().is_readable = false;
@@ -287,11 +328,16 @@ impl Node {
             device: device.clone(),
             got: [false; MESSAGES],
             changes: 0,
+            is_armed: false,
         };
         let turns = Rc::new(Turns::new(messages, sync::Waker(device.clone())));
         let service = thread::spawn({
             let turns = turns.clone();
-            move || turns.serve(STAGE, &mut Serving(turns.clone()))
+            let mut serving = Serving {
+                turns: turns.clone(),
+                has_slept: false,
+            };
+            move || turns.serve(STAGE, &mut serving)
         });
         Node {
             device,
@@ -380,11 +426,12 @@ fn turns__without_any_part_somebody_is_not_woken() {
         Without::Look,
         Without::Change,
         Without::Notice,
+        Without::Sleeper,
         Without::Check,
     ] {
         assert!(!holds(one_waits, without), "{without:?}");
     }
-    for without in [Without::Last, Without::Service, Without::Wake] {
+    for without in [Without::Last, Without::Service, Without::Wake, Without::Thorough] {
         assert!(!holds(one_acts, without), "{without:?}");
     }
 }
