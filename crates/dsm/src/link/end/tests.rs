@@ -321,26 +321,23 @@ fn nodes(without: Without) -> [Node; 2] {
     nodes
 }
 
-/// A node goes to sleep while its peer writes a frame.
-fn frame_to_a_node_that_rests(without: Without) {
+/// A node goes to sleep while its peer writes frames; of more than one, it may wake and go to sleep again in between.
+fn frames_to_a_node_that_rests(frames: u32, without: Without) {
     let [mut sender, mut receiver] = nodes(without);
     let sender = thread::spawn(move || {
-        sender.undone = 1;
+        sender.undone = frames;
         sender.settle();
     });
-    receiver.wait_for(1);
+    receiver.wait_for(frames);
     sender.join().unwrap();
 }
 
-/// A node goes to sleep, or wakes and goes to sleep again, while its peer writes two frames.
-fn frames_to_a_node_that_rests(without: Without) {
-    let [mut sender, mut receiver] = nodes(without);
-    let sender = thread::spawn(move || {
-        sender.undone = 2;
-        sender.settle();
-    });
-    receiver.wait_for(2);
-    sender.join().unwrap();
+fn frame_to_a_node_that_rests(without: Without) {
+    frames_to_a_node_that_rests(1, without);
+}
+
+fn two_frames_to_a_node_that_rests(without: Without) {
+    frames_to_a_node_that_rests(2, without);
 }
 
 /// A node that sleeps is left something to ask, and rests again until the answer comes.
@@ -402,7 +399,7 @@ fn holds(model: fn(Without), without: Without) -> bool {
 #[test]
 fn rest__while_a_frame_comes() {
     assert!(holds(frame_to_a_node_that_rests, Without::Nothing));
-    assert!(holds(frames_to_a_node_that_rests, Without::Nothing));
+    assert!(holds(two_frames_to_a_node_that_rests, Without::Nothing));
     assert!(holds(frame_by_packets, Without::Nothing));
 }
 
@@ -430,7 +427,7 @@ fn end__without_any_part_frames_are_lost() {
     ] {
         assert!(!holds(frame_to_a_node_that_rests, without), "{without:?}");
     }
-    assert!(!holds(frames_to_a_node_that_rests, Without::LastBell));
+    assert!(!holds(two_frames_to_a_node_that_rests, Without::LastBell));
     assert!(!holds(question_of_a_node_that_rests, Without::Again));
     assert!(!holds(frame_by_packets, Without::Completion));
     assert!(!holds(slot_again, Without::EarlyRead));
