@@ -9,6 +9,7 @@ use std::process::{self, Child, Command, ExitStatus};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, anyhow, bail};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use rdmux_dsm::{Cluster, FaultMode, NODES_MAX};
 use rdmux_verbs::faults::Spec;
 use rustix::io::Errno;
@@ -25,6 +26,8 @@ const NOT_STARTED: i32 = 126;
 #[command(after_long_help = "\
 A cluster file lists all nodes, in TOML: nodes = [\"192.0.2.1:7180\", \"192.0.2.2:7180\"]. Start each node on its host with the same file. Nodes join \
 only if their keys are the same, too.
+
+Variables of the environment say how the nodes' threads wait (RDMUX_DSM_WAIT), and where the nodes record what they do (RDMUX_DSM_TRACE): docs/commands.md.
 
 Exit status: that of the node of the lowest number that has failed, 128 and the signal's number if a signal ended it; 127 if there is no such program, 126 if \
 it cannot be started, 2 for a wrong option, 1 for another error.")]
@@ -46,7 +49,7 @@ pub(crate) struct Args {
     key: Option<PathBuf>,
     /// Way by which page faults are answered: by a service thread, by the faulting thread itself in a handler of SIGBUS, or the same by mprotect(2)
     /// and SIGSEGV [default: the first of thread, inline and mprotect that the host allows, as `rdmux doctor dsm` says].
-    #[arg(long, value_name = "HOW")]
+    #[arg(long, value_name = "HOW", value_parser = PossibleValuesParser::new(["thread", "inline", "mprotect"]).try_map(|mode| mode.parse::<FaultMode>()))]
     faults: Option<FaultMode>,
     /// Inject faults at the nodes' ports, in both directions, such as loss=1%,delay=5ms,seed=7 (docs/bad-network.md).
     #[arg(long, value_name = "SPEC")]
