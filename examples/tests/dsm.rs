@@ -261,6 +261,7 @@ fn trace__of_mode_thread_is_refused() {
     let error = String::from_utf8_lossy(&outputs[0].stderr);
     let is_line = error.starts_with("Error: RDMUX_DSM_TRACE is set") && error.trim_end().lines().count() == 1;
     assert!(is_line && error.contains("RDMUX_DSM_FAULTS=inline"), "{error}");
+    assert!(Trace::read_all(folder.path()).is_err());
 }
 
 #[test]

@@ -356,7 +356,10 @@ impl<'a> Agreement<'a, '_> {
     fn reach(&self, geometry: Geometry) -> Result<Region<'a>, Error> {
         let own = self.session.cluster.own();
         let homes = self.options.homes.homes(self.session.cluster.nodes().collect())?;
-        if self.session.shared.trace.is_some() && self.options.mode == FaultMode::Thread {
+        if let Some(trace) = &self.session.shared.trace
+            && self.options.mode == FaultMode::Thread
+        {
+            trace.give_up();
             return Err(Error::Untraced);
         }
         if homes.is_first_touch() && self.options.consistency == Consistency::Release {

@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use rustix::time::{ClockId, clock_gettime};
@@ -23,6 +24,7 @@ thread_local! {
 pub(crate) struct Recorder {
     file: File,
     trace: Mutex<Trace>,
+    is_given_up: AtomicBool,
 }
 
 impl Recorder {
@@ -44,7 +46,11 @@ impl Recorder {
             nodes: cluster.nodes().count() as u32,
             steps: Vec::new(),
         });
-        Ok(Some(Recorder { file, trace }))
+        Ok(Some(Recorder {
+            file,
+            trace,
+            is_given_up: AtomicBool::new(false),
+        }))
     }
 
     /// Records an event, and carries it out.
@@ -63,8 +69,16 @@ impl Recorder {
         result
     }
 
+    /// Leaves the file empty, as the trace would lack what cannot be recorded.
+    pub(crate) fn give_up(&self) {
+        self.is_given_up.store(true, Ordering::Relaxed);
+    }
+
     /// Writes the file. One that could not be written has no end, as its reader notices.
     pub(crate) fn write(&self) {
+        if self.is_given_up.load(Ordering::Relaxed) {
+            return;
+        }
         let trace = self.trace.lock().unwrap_or_else(PoisonError::into_inner);
         let mut file = BufWriter::new(&self.file);
         let _ = write!(file, "{trace}").and_then(|()| file.flush());
