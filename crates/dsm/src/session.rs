@@ -63,7 +63,17 @@ const ADDRESS_ALIGNMENT: u64 = 2 << 20;
 const ATTEMPTS: u32 = 16;
 
 /// Ways by which the faults of the program are answered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantArray)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    strum::Display,
+    strum::EnumString,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
 #[strum(serialize_all = "lowercase")]
 pub enum FaultMode {
     /// A service thread answers them. System calls on the memory work where the system lets this user catch their faults.

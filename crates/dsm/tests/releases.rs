@@ -6,7 +6,8 @@ mod common;
 use std::num::NonZeroU32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::sync::mpsc;
+use std::time::Duration;
 
 use common::{
     LONG, MODES, Node, in_threads, named, run, run_as_node, run_with, start, stay, succeed, wait_for,
@@ -93,13 +94,10 @@ fn panicking(session: &Session) {
 
 #[test]
 fn in_threads__with_a_panic_of_one_ends_the_test_with_its_message() {
-    let mut nodes = start("panicking", 2, MODES[0], LEASE);
-    let deadline = Instant::now() + LONG;
-    while !nodes.iter_mut().all(Node::has_ended) {
-        assert!(Instant::now() < deadline, "a node waits");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let panic = catch_unwind(AssertUnwindSafe(|| succeed(nodes))).unwrap_err();
+    let nodes = start("panicking", 2, MODES[0], LEASE);
+    let (sender, ends) = mpsc::channel();
+    std::thread::spawn(move || sender.send(catch_unwind(AssertUnwindSafe(|| succeed(nodes)))));
+    let panic = ends.recv_timeout(LONG).expect("no node waits").unwrap_err();
     let message = panic.downcast::<String>().unwrap();
     assert!(message.contains("thread 1 does not come"), "{message}");
 }

@@ -29,7 +29,6 @@ const IDLE_ROUNDS: u64 = 2;
 const PAGE: u64 = 4096;
 /// Events that are measured.
 const EVENTS: usize = 10_000;
-const IDLE_TIME: Duration = Duration::from_millis(1);
 const JOINING: Duration = Duration::from_secs(10);
 
 /// Conditions of a measurement.
@@ -112,6 +111,14 @@ fn run(cpus: [usize; 2], kind: &str, prepare: impl Fn(usize, &mut Command)) -> R
     line["p50"].as_f64().context("a node printed no median")
 }
 
+/// Spins for a millisecond, as the floor does before each fault. Time is meant: the home goes to sleep.
+fn stay_idle() {
+    let until = Instant::now() + Duration::from_millis(1);
+    while Instant::now() < until {
+        spin_loop();
+    }
+}
+
 fn touch(word: &AtomicU64) {
     black_box(word.load(Ordering::Relaxed));
 }
@@ -158,10 +165,7 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
             }
             for word in words() {
                 if is_idle {
-                    let until = Instant::now() + IDLE_TIME;
-                    while Instant::now() < until {
-                        spin_loop();
-                    }
+                    stay_idle();
                 }
                 let began = Instant::now();
                 match FAULT_NAMES[kind] {
@@ -230,7 +234,7 @@ fn events(session: &Session, homes: &Homes, is_idle: bool) -> Result<()> {
         for _ in 0..if is_idle { EVENTS / 10 } else { EVENTS } {
             if is_idle {
                 // Time is meant: the other node's CPU becomes idle.
-                std::thread::sleep(IDLE_TIME);
+                std::thread::sleep(Duration::from_millis(1));
             }
             let began = Instant::now();
             thread.fetch_add(word, 1)?;

@@ -8,7 +8,7 @@ use rdmux_wire::dsm::notice::Run;
 
 use crate::protocol::Violation;
 
-/// Flushes that wait, of which one may begin before others: nodes that have many wait cost no more with each message.
+/// Flushes at the front of the queue among which the next one is looked for: each message costs the same, however many wait.
 const LOOKED_AT: usize = 1024;
 
 /// A flush of units of another node.

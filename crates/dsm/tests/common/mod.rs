@@ -225,10 +225,6 @@ impl Node {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    pub(crate) fn has_ended(&mut self) -> bool {
-        self.child.try_wait().unwrap().is_some()
-    }
-
     /// Waits for its end. Returns its exit status, or the negative number of the signal that has ended it, and what it has printed.
     pub(crate) fn wait(mut self) -> (i32, String) {
         let status = self.child.wait().unwrap();

@@ -14,6 +14,7 @@ use rdmux_dsm::{Cluster, FaultMode, NODES_MAX};
 use rdmux_verbs::faults::Spec;
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
+use strum::VariantArray;
 
 use crate::cmd::serve::load_key;
 use crate::{metrics, output, signals};
@@ -49,7 +50,7 @@ pub(crate) struct Args {
     key: Option<PathBuf>,
     /// Way by which page faults are answered: by a service thread, by the faulting thread itself in a handler of SIGBUS, or the same by mprotect(2)
     /// and SIGSEGV [default: the first of thread, inline and mprotect that the host allows, as `rdmux doctor dsm` says].
-    #[arg(long, value_name = "HOW", value_parser = PossibleValuesParser::new(["thread", "inline", "mprotect"]).try_map(|mode| mode.parse::<FaultMode>()))]
+    #[arg(long, value_name = "HOW", value_parser = fault_mode())]
     faults: Option<FaultMode>,
     /// Inject faults at the nodes' ports, in both directions, such as loss=1%,delay=5ms,seed=7 (docs/bad-network.md).
     #[arg(long, value_name = "SPEC")]
@@ -61,6 +62,11 @@ pub(crate) struct Args {
     /// The program and its arguments.
     #[arg(trailing_var_arg = true, required = true)]
     command: Vec<OsString>,
+}
+
+fn fault_mode() -> impl TypedValueParser<Value = FaultMode> {
+    let names = FaultMode::VARIANTS.iter().map(<&'static str>::from);
+    PossibleValuesParser::new(names).try_map(|name| name.parse())
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
