@@ -1,9 +1,12 @@
+use std::fs::DirEntry;
 use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread::JoinHandle;
 
 use rdmux_wire::nvme::TransportKind;
+use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
 use serde_json::{Value, json};
 
 use super::rpc::{ANSWER_MAX, RpcError, RpcSocket, call, respond};
@@ -248,6 +251,34 @@ fn reload__several_listeners_of_one_address_keep_their_settings() {
             "it is gone"
         );
     }
+}
+
+/// Returns another descriptor of the socket of this process that listens on a port, as a child has between its fork and its program.
+fn other_descriptor(port: u16) -> OwnedFd {
+    // proc_pid_net(5): the local address, the state (0A: it listens) and the inode are the second, fourth and tenth field.
+    let sockets = std::fs::read_to_string("/proc/self/net/tcp").unwrap();
+    let mut lines = sockets
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let is_it = |line: &Vec<&str>| line[1].ends_with(&format!(":{port:04X}")) && line[3] == "0A";
+    let link = format!("socket:[{}]", lines.find(is_it).unwrap()[9]);
+    let mut entries = std::fs::read_dir("/proc/self/fd").unwrap().map(Result::unwrap);
+    // Descriptors of other tests come and go.
+    let is_it = |entry: &DirEntry| std::fs::read_link(entry.path()).is_ok_and(|at| at.as_os_str() == &*link);
+    let number = entries.find(is_it).unwrap().file_name();
+    let number = number.to_str().unwrap().parse().unwrap();
+    let own = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
+    pidfd_getfd(&own, number, PidfdGetfdFlags::empty()).unwrap()
+}
+
+#[test]
+fn remove_listener__holds_also_for_a_child_that_has_the_socket() {
+    let running = Running::new(&description("removed", "null = \"1M\";"));
+    let listener = running.control.listeners()[0];
+    let _kept = other_descriptor(listener.address.port());
+    assert!(std::net::TcpStream::connect(listener.address).is_ok());
+    running.control.remove_listener(&listener).unwrap();
+    assert!(std::net::TcpStream::connect(listener.address).is_err());
 }
 
 #[test]

@@ -110,7 +110,11 @@ impl Tcp {
             return false;
         };
         core.reactor.remove_descriptor(id);
-        self.listeners.remove(&id);
+        if let Some((listener, _)) = self.listeners.remove(&id) {
+            // A child that any thread of the process forks has the socket as well, and hosts would come to it, until the child executes its program.
+            // Fails for no listener: nobody else ends it.
+            let _ = shutdown(&listener, Shutdown::Both);
+        }
         true
     }
 
