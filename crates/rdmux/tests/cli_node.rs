@@ -54,6 +54,20 @@ fn node__applications_of_two() {
     }
 }
 
+/// A client ends its connections one after the other, and a server that has lost some of them so far has not failed.
+#[test]
+fn node__server_of_many_connections_ends_well_with_its_client() {
+    let host = Host::sharing().over_udp();
+    let [from, to] = ["127.0.51.42", "127.0.51.43"];
+    let _nodes = [from, to].map(|address| host.node(address));
+    for test in ["write-bw", "read-bw", "send-bw", "write-bw"] {
+        let server = host.server(test, to);
+        let output = host.run_client(test, from, to, &["-n", "10", "-q", "64"]);
+        assert!(output.status.success(), "{test}: {output:?}");
+        assert_eq!(server.end(), (Some(0), String::new()), "{test}");
+    }
+}
+
 /// Two pairs of applications on different engines of nodes that share queue pairs.
 #[test]
 fn node__engines_that_share_queue_pairs() {

@@ -66,7 +66,7 @@ pub(super) struct Qp {
     pub(super) group: Option<GroupId>,
     /// Address of its peer then.
     pub(super) peer: Option<IpAddr>,
-    /// Set once the application knows that it has failed.
+    /// Set once the application knows that it has failed, or that its connection has ended.
     pub(super) failed: bool,
     /// Charges of the tenant: for the queue pair, and for its requests.
     pub(super) charges: [Charge; 2],

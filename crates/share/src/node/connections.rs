@@ -80,7 +80,7 @@ impl Application {
                         if self.modify(shared, now, qp, to, &attributes).is_err()
                             && let Some(qp) = self.qps.get(qp)
                         {
-                            qp.end_external(shared);
+                            qp.fail(shared);
                         }
                     }
                     if let Some(Linked {
@@ -118,7 +118,7 @@ impl Application {
             return Ok(());
         }
         let (established, ended) = known_now;
-        if ended && let Some(qp) = self.qps.get(linked.qp) {
+        if ended && let Some(qp) = self.qps.get_mut(linked.qp) {
             // The device has put it in Error. If it was in SQD, no piece of it finds that out.
             shared.egress.fail(now, qp.flow);
             qp.end_external(shared);

@@ -329,8 +329,10 @@ impl Application {
         match news {
             News::Received(wc) => self.received(shared, id, wc),
             News::Failed(failure) => {
-                qp.failed = true;
                 shared.egress.fail(now, qp.flow);
+                if std::mem::replace(&mut qp.failed, true) {
+                    return Ok(());
+                }
                 let (status, event) = match failure {
                     Failure::Own => (Status::Flushed, None),
                     Failure::Receive(status) => (status, None),
@@ -493,8 +495,10 @@ impl Qp {
     }
 
     /// Puts a queue pair in error whose connection has ended, if it is not one that the device itself has connected.
-    pub(super) fn end_external(&self, shared: &mut Shared) {
+    pub(super) fn end_external(&mut self, shared: &mut Shared) {
         if shared.sharing.is_some() {
+            // The application has ended the connection, or is told that the peer has, which is no failure.
+            self.failed = true;
             self.fail(shared);
         }
     }

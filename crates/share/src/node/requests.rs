@@ -151,7 +151,7 @@ impl Application {
                     Some(Link::Made { connection, .. }) => connection.disconnect(),
                     Some(Link::Attempt(_)) | None => return Err(no_object(Kind::Connection)),
                 }
-                if let Some(qp) = linked.and_then(|linked| self.qps.get(linked.qp)) {
+                if let Some(qp) = linked.and_then(|linked| self.qps.get_mut(linked.qp)) {
                     qp.end_external(shared);
                 }
                 Ok(Message::Done {})
@@ -475,7 +475,7 @@ impl Application {
                     link: Link::Made { connection, .. },
                     qp,
                 }) = &removed
-                    && let Some(qp) = self.qps.get(*qp)
+                    && let Some(qp) = self.qps.get_mut(*qp)
                     && shared.sharing.is_some()
                 {
                     connection.disconnect();
