@@ -30,6 +30,7 @@ const SHORT: Duration = Duration::from_secs(2);
 fn node() {
     run_as_node(&[
         ("limited", limited),
+        ("without_descriptors", without_descriptors),
         ("calls", calls),
         ("forks", forks),
         ("differs", differs),
@@ -162,28 +163,37 @@ fn join__of_nodes_with_other_keys_or_cluster_files() {
     }
 }
 
-/// Node 1 may not have the addresses, or the descriptors, of a region; node 0 learns that.
+/// Node 1 may not have the addresses of a region.
 fn limited(session: &Session) {
+    let statm = || std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages = || statm().split(' ').next().unwrap().parse::<u64>().unwrap();
+    // The two mappings of the region have more than that together.
+    let pages_of_region = (64 << 20) / PAGE;
+    lacks(session, pages_of_region, "no memory", || {
+        limit(Resource::As, pages() * PAGE + (96 << 20));
+    });
+}
+
+/// Node 1 may not have any more descriptors.
+fn without_descriptors(session: &Session) {
+    lacks(session, 1, "Too many open files", || limit(Resource::Nofile, 3));
+}
+
+fn limit(resource: Resource, most: u64) {
+    let (current, maximum) = (Some(most), Some(most));
+    setrlimit(resource, Rlimit { current, maximum }).unwrap();
+}
+
+/// Node 1 cannot have the second region, for a reason with this word; node 0 learns that.
+fn lacks(session: &Session, pages: u64, reason: &str, limit: impl FnOnce()) {
     let small = region(session, 1).unwrap();
     let words = small.array::<u64>(0, 1);
     if session.node() == 1 {
-        let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
-        let pages: u64 = statm.split(' ').next().unwrap().parse().unwrap();
-        let limit = Some(pages * PAGE + (96 << 20));
-        let maximum = limit;
-        setrlimit(
-            Resource::As,
-            Rlimit {
-                current: limit,
-                maximum,
-            },
-        )
-        .unwrap();
+        limit();
     }
-    // Its two mappings have more than that together.
-    let error = line(&region(session, (64 << 20) / PAGE).unwrap_err());
+    let error = line(&region(session, pages).unwrap_err());
     match session.node() {
-        1 => assert!(error.contains("no memory"), "{error}"),
+        1 => assert!(error.contains(reason), "{error}"),
         _ => assert!(error.starts_with("node 1 cannot make region 1"), "{error}"),
     }
     // A region that is there already goes on.
@@ -200,9 +210,10 @@ fn limited(session: &Session) {
 }
 
 #[test]
-fn region__for_which_a_node_lacks_memory() {
+fn region__for_which_a_node_lacks_memory_or_descriptors() {
     for mode in MODES {
         run("limited", 2, mode);
+        run("without_descriptors", 2, mode);
     }
 }
 

@@ -44,6 +44,29 @@ fn run__each_node_has_its_number_and_the_same_cluster() {
 }
 
 #[test]
+fn run__gives_faults_to_all_nodes() {
+    let fault = "loss=1%,delay=100us..1ms,seed=7";
+    let print = "echo $RDMUX_FAULT";
+    let output = run(&["-n", "2", "--fault", fault, "--", "sh", "-c", print]);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(
+        lines(&output.stdout),
+        ["loss=1%,delay=100000ns..1000000ns,seed=7"; 2]
+    );
+    let mut launcher = dsm(&["-n", "2", "--fault", fault, "--"])
+        .args(dsm_node::command())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let out = BufReader::new(launcher.stdout.take().unwrap());
+    let is_ready = |line: Result<String, _>| line.is_ok_and(|line| line.contains("READY "));
+    assert!(out.lines().any(is_ready));
+    kill_process(Pid::from_child(&launcher), Signal::TERM).unwrap();
+    launcher.wait().unwrap();
+}
+
+#[test]
 fn run__ends_as_the_first_node_that_fails() {
     let exit = "exit $((RDMUX_DSM_NODE * 3))";
     assert_eq!(run(&["-n", "3", "--", "sh", "-c", exit]).status.code(), Some(3));
@@ -120,6 +143,7 @@ fn run__wrong_input_has_one_line() {
         &["--", "true"][..],
         &["-n", "1"],
         &["-n", "1", "--node", "0", "--", "true"],
+        &["-n", "1", "--fault", "loss=much", "--", "true"],
     ] {
         assert_eq!(run(args).status.code(), Some(2), "{args:?}");
     }
