@@ -1,4 +1,4 @@
-//! Nodes on two hosts, which are network namespaces: one of them has a cluster file, and the link between them ends.
+//! Nodes on two hosts, which are network namespaces: one of them has a cluster file, and the link between them is down for a moment, and then for good.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -8,6 +8,7 @@ mod netns;
 mod skip;
 
 use std::num::NonZeroU32;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::{LONG, MODES, Node, command, named, part, wait_for};
@@ -78,13 +79,17 @@ impl Holds {
     }
 }
 
-/// Joins a cluster, and uses its memory for some rounds, or until a node is missing. Returns the error then.
-fn use_memory(cluster: Cluster, rounds: u64) -> Result<(), Error> {
+/// Joins a cluster, and uses its memory for some rounds, or until a node is missing. Returns the error then. Says when a round ends that began once a file
+/// was there.
+fn use_memory(cluster: Cluster, rounds: u64, sign: &Path) -> Result<(), Error> {
     let session = Session::join(cluster, LONG)?;
     let region = session.region(&RegionOptions::new(PAGES * PAGE)?)?;
     let mut thread = session.thread(0)?;
     let all = NonZeroU32::new(session.nodes()).unwrap();
+    let mut is_seen = false;
     for round in 0..rounds {
+        let is_first = !is_seen && sign.exists();
+        is_seen |= is_first;
         for page in 0..PAGES {
             if page % u64::from(session.nodes()) == u64::from(session.node()) {
                 region.write(page * PAGE, &round.to_ne_bytes())?;
@@ -100,21 +105,25 @@ fn use_memory(cluster: Cluster, rounds: u64) -> Result<(), Error> {
         if round == 2 && session.nodes() > 1 {
             println!("@ begins");
         }
+        if is_first {
+            println!("@ goes on");
+        }
     }
     Ok(())
 }
 
 #[test]
 fn node() {
-    if part().is_none() {
+    let Some(sign) = part() else {
         return;
-    }
+    };
+    let sign = Path::new(&sign);
     rdmux_soft::register();
     // The things that the first use of the library leaves for good is no leak.
     let alone = Cluster::on_this_host([127, 0, 0, 1].into(), 1).unwrap().remove(0);
-    use_memory(alone, 3).unwrap();
+    use_memory(alone, 3, sign).unwrap();
     let before = Holds::now();
-    let error = use_memory(Cluster::of_environment().unwrap(), u64::MAX).unwrap_err();
+    let error = use_memory(Cluster::of_environment().unwrap(), u64::MAX, sign).unwrap_err();
     println!("@ misses {}: {error}", named(&error));
     before.wait();
     println!("@ left");
@@ -132,12 +141,18 @@ fn namespace() {
     std::fs::write(&file, FILE).unwrap();
     let key = Key::load_or_create_at(&folder.path().join("key")).unwrap();
     for mode in MODES {
+        let sign = folder.path().join(mode.to_string());
         let start = |number: u32, before: &[&str]| {
             let cluster = Cluster::of_file(&file, number, &key).unwrap();
-            Node::start(command(before, "until lost", &cluster, mode))
+            Node::start(command(before, sign.to_str().unwrap(), &cluster, mode))
         };
         let mut nodes = [start(0, &[]), start(1, &second.before())];
         wait_for(&mut nodes, "@ begins");
+        // What is lost in a moment is sent again.
+        netns::run(&["ip", "link", "set", "v0", "down"]);
+        netns::run(&["ip", "link", "set", "v0", "up"]);
+        std::fs::write(&sign, "").unwrap();
+        wait_for(&mut nodes, "@ goes on");
         netns::run(&["ip", "link", "set", "v0", "down"]);
         let began = Instant::now();
         for (node, other) in nodes.iter_mut().zip(["@ misses 1: ", "@ misses 0: "]) {
@@ -156,6 +171,6 @@ fn namespace() {
 }
 
 #[test]
-fn nodes__of_hosts_whose_link_ends_miss_each_other_and_hold_nothing_then() {
+fn nodes__of_hosts_whose_link_ends_for_a_moment_and_for_good() {
     netns::run_inside(LINK);
 }
