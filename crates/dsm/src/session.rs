@@ -391,7 +391,8 @@ impl<'a> Agreement<'a, '_> {
                         if matches!(error, PlaceError::NoMemory(_)) {
                             drop(self.map(geometry, None)?);
                         }
-                        self.tell_first(attempt, Step::Taken);
+                        let taken = self.joining(attempt, Step::Taken);
+                        self.session.shared.turns.act(|driver| driver.tell_all(&taken));
                         continue;
                     }
                     view => view?,
@@ -535,14 +536,6 @@ impl<'a> Agreement<'a, '_> {
             let making = self.making(driver)?;
             Ok(making.offer.filter(|offer| offer.attempt >= attempt))
         })
-    }
-
-    fn tell_first(&self, attempt: u32, step: Step) {
-        let message = self.joining(attempt, step);
-        self.session
-            .shared
-            .turns
-            .act(|driver| driver.tell_first(&message));
     }
 
     fn joining(&self, attempt: u32, step: Step) -> Joining {

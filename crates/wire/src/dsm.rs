@@ -57,6 +57,9 @@ pub const MESSAGE_LEN: usize = 48;
 pub struct NodeId(u32);
 
 impl NodeId {
+    /// Node 0, which offers the addresses of regions.
+    pub const FIRST: NodeId = NodeId(0);
+
     /// Returns the node of a number below 2^32 - 1.
     pub const fn new(number: u32) -> Option<NodeId> {
         match number {

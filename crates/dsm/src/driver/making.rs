@@ -43,6 +43,8 @@ pub(crate) struct Making {
     pub offer: Option<Offer>,
     /// Answers with their attempts, by the numbers of the nodes.
     answers: Vec<Option<(u32, Answer)>>,
+    /// The last attempt that this node has answered.
+    answered: Option<u32>,
     /// The attempt that all have agreed to.
     pub agreed: Option<u32>,
     /// The node that cannot make the region.
@@ -54,6 +56,7 @@ impl Making {
         Making {
             offer: None,
             answers: vec![None; nodes],
+            answered: None,
             agreed: None,
             refused: None,
         }
@@ -72,6 +75,16 @@ impl Making {
         nodes
             .map(move |(node, answer)| (node, of_attempt(answer)))
             .filter(move |(node, _)| *node != but)
+    }
+
+    /// Returns the attempt whose outcome node 0 has to tell this one, since all others have answered.
+    pub(super) fn decided(&self, own: NodeId) -> Option<u32> {
+        let attempt = self.answered?;
+        let have_answered = self
+            .answers(attempt, own)
+            .all(|(node, answer)| node == NodeId::FIRST || answer.is_some());
+        let is_told = self.agreed == Some(attempt) || self.offer.is_some_and(|it| it.attempt > attempt);
+        (have_answered && !is_told && self.refused.is_none()).then_some(attempt)
     }
 }
 
@@ -132,12 +145,12 @@ impl Driver {
 
     /// Tells all nodes a step of making a region.
     pub(crate) fn tell_all(&mut self, joining: &Joining) {
+        if matches!(joining.step, Step::Mapped { .. } | Step::Taken)
+            && let Some(making) = self.making(joining.region)
+        {
+            making.answered = Some(joining.attempt);
+        }
         self.send_to_all(joining.emit());
-    }
-
-    /// Tells node 0 a step of making a region.
-    pub(crate) fn tell_first(&mut self, joining: &Joining) {
-        self.send(0, joining.emit());
     }
 
     /// Adds a region, whose pages this node has mapped and of which it hands out an arena: the others may use it from now on. One with a shadow has

@@ -36,6 +36,8 @@ pub(super) enum Wait {
     Page(u32, protocol::Wait),
     /// Of a member that has lost others, in an epoch.
     Membership(u64, NodeId),
+    /// Of a node that makes a region, in an attempt that all others have answered.
+    Making(u32, u32),
 }
 
 impl Wait {
@@ -43,6 +45,7 @@ impl Wait {
         match self {
             Wait::Page(_, wait) => wait.node,
             Wait::Membership(_, node) => node,
+            Wait::Making(..) => NodeId::FIRST,
         }
     }
 }
@@ -100,7 +103,12 @@ impl Driver {
             pages.flat_map(|(number, it)| it.coherence.waits().map(move |wait| Wait::Page(number, wait)));
         let epoch = self.membership.epoch();
         let members = self.membership.waits_for().map(|it| Wait::Membership(epoch, it));
-        let waits = pages.chain(members).filter(|wait| wait.node() != self.own);
+        let makings = (0..).zip(&self.making);
+        let makings = makings.filter_map(|(number, it)| Some(Wait::Making(number, it.decided(self.own)?)));
+        let waits = pages
+            .chain(members)
+            .chain(makings)
+            .filter(|wait| wait.node() != self.own);
         let since = |wait| (wait, self.waits.get(&wait).copied().unwrap_or(now));
         self.waits = waits.map(since).collect::<BTreeMap<Wait, Instant>>();
         let late =

@@ -50,13 +50,15 @@ pub enum Rest {
 impl Reader {
     /// Takes the header of the log.
     pub fn begin(&mut self, header: &[u8]) -> Rest {
-        let ended = Header::parse(header).map_or(self.seen.wrapping_sub(1), |it| it.ended);
+        let Ok(Header { ended, .. }) = Header::parse(header) else {
+            return Rest::Done(Looked::Lapped);
+        };
         // A log that loses runs makes no sense.
-        let news = ended.wrapping_sub(self.seen);
-        if news == 0 {
+        let news = ended.checked_sub(self.seen);
+        if news == Some(0) {
             return Rest::Done(Looked::Runs(Vec::new()));
         }
-        if news > RUNS {
+        if news.is_none_or(|news| news > RUNS) {
             self.seen = ended;
             return Rest::Done(Looked::Lapped);
         }

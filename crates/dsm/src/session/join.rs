@@ -4,8 +4,8 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::{
-    Access, ConnectError, ConnectParams, ConnectionRequest, Device, ListenError, Listener, ProtectionDomain,
-    RejReason,
+    Access, ConnectError, ConnectPair, ConnectParams, Connection, ConnectionRequest, Device, EventQueue,
+    ListenError, Listener, ProtectionDomain, QueuePair, RejReason,
 };
 use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::joining::{Hello, VERSION};
@@ -124,7 +124,7 @@ impl Join<'_> {
         loop {
             let prepared = self.prepare(node)?;
             let hello = self.hello(prepared.ring_key()).emit();
-            let error = match self.device.connect(prepared.qp(), address, &self.params, &hello) {
+            let error = match self.attempt(prepared.qp(), address, &hello) {
                 Ok(connection) => {
                     let answer = Hello::parse(connection.private_data()).ok();
                     let ring = self.check(node, answer)?;
@@ -154,6 +154,24 @@ impl Join<'_> {
             }
             // Time is meant: the node may not listen yet, and nothing tells when it does.
             std::thread::sleep(AGAIN);
+        }
+    }
+
+    /// Connects a queue pair to a node, unless the time is over before the node answers.
+    fn attempt(&self, qp: &QueuePair, address: SocketAddr, hello: &[u8]) -> Result<Connection, ConnectError> {
+        let pair = ConnectPair::Own(qp);
+        let mut attempt = self.device.start_connect(pair, address, &self.params, hello)?;
+        let events = EventQueue::new()?;
+        attempt.notify(&events, 0);
+        loop {
+            if let Some(result) = attempt.poll() {
+                return result;
+            }
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(ConnectError::Unreachable(address.ip()));
+            }
+            events.wait(left);
         }
     }
 

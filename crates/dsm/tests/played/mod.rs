@@ -32,7 +32,7 @@ pub(crate) type Message = [u8; MESSAGE_LEN];
 /// Another node, as the played one is connected to it.
 pub(crate) struct Peer {
     pub(crate) qp: QueuePair,
-    _connection: Connection,
+    connection: Connection,
     ring: Arc<AnonymousMemory>,
     _ring_mr: MemoryRegion,
     buffer: Arc<AnonymousMemory>,
@@ -61,6 +61,51 @@ pub(crate) struct Played {
     pub(crate) is_present: bool,
     cq: CompletionQueue,
     region: MemoryRegion,
+    memory: Arc<AnonymousMemory>,
+    /// Twins and log of a region with release consistency, as this node lets the others read them.
+    pub(crate) shadow: Arc<AnonymousMemory>,
+    shadow_mr: MemoryRegion,
+}
+
+/// Answer to a node that connects.
+pub(crate) enum Answer {
+    /// A connection, with these bytes as the greeting.
+    Accept(Vec<u8>),
+    /// A refusal with these bytes.
+    Reject(Vec<u8>),
+    /// None at all.
+    Nothing,
+}
+
+/// Answers the nodes that connect to a node of a cluster, until a condition holds. The function gets the greeting that a correct node sends.
+pub(crate) fn answer_all(
+    cluster: &Cluster,
+    answer: impl Fn(Hello) -> Answer,
+    mut is_met: impl FnMut() -> bool,
+) {
+    let device = Device::open(address(cluster, cluster.own().number()).ip()).unwrap();
+    let pd = device.alloc_pd().unwrap();
+    let cq = device.create_cq(16 * REQUESTS).unwrap();
+    let listener = device
+        .listen(address(cluster, cluster.own().number()).port())
+        .unwrap();
+    let deadline = Instant::now() + 2 * LONG;
+    let (mut connected, mut unanswered) = (Vec::new(), Vec::new());
+    while !is_met() {
+        assert!(Instant::now() < deadline, "a node hangs");
+        let Some(request) = listener.accept(Duration::from_millis(20)) else {
+            continue;
+        };
+        let prepared = prepare(&pd, &cq, 0);
+        match answer(hello(cluster, prepared.ring_mr.rkey().0)) {
+            Answer::Accept(bytes) => {
+                let connection = request.accept(&prepared.qp, &params(), &bytes);
+                connected.push((prepared, connection));
+            }
+            Answer::Reject(bytes) => request.reject(&bytes),
+            Answer::Nothing => unanswered.push(request),
+        }
+    }
 }
 
 /// Returns the greeting of a node.
@@ -112,7 +157,7 @@ impl Prepared {
     fn connected(self, connection: Connection, ring: u32) -> Peer {
         Peer {
             qp: self.qp,
-            _connection: connection,
+            connection,
             ring: self.ring,
             _ring_mr: self.ring_mr,
             buffer: self.buffer,
@@ -179,15 +224,19 @@ impl Played {
             peers[theirs.node as usize] = Some(prepared.connected(connection, theirs.ring));
         }
         let memory = Arc::new(AnonymousMemory::shareable(REGION).unwrap());
-        let region = pd
-            .reg_mr_all(memory, 0, Access::LOCAL_WRITE | Access::REMOTE_READ)
-            .unwrap();
+        let shadow = Arc::new(AnonymousMemory::shareable(REGION).unwrap());
+        let rights = Access::LOCAL_WRITE | Access::REMOTE_READ;
+        let region = pd.reg_mr_all(memory.clone(), 0, rights).unwrap();
+        let shadow_mr = pd.reg_mr_all(shadow.clone(), 0, rights).unwrap();
         Played {
             own,
             peers,
             is_present: true,
             cq,
             region,
+            memory,
+            shadow,
+            shadow_mr,
         }
     }
 
@@ -350,30 +399,88 @@ impl Played {
         &self.region
     }
 
+    /// Ends all connections.
+    pub(crate) fn leave(&mut self) {
+        for node in self.others() {
+            let peer = self.peer(node);
+            peer.is_ended = true;
+            peer.connection.disconnect();
+        }
+    }
+
+    /// Returns the frames of this node, which are those of all its regions.
+    pub(crate) fn memory(&self) -> &AnonymousMemory {
+        &self.memory
+    }
+
+    /// Returns the next message that has come from a node.
+    pub(crate) fn take(&mut self, node: u32) -> Option<Message> {
+        self.peer(node).came.pop_front()
+    }
+
     /// Takes part in making region 0, as a node that is not the first. Returns its pages.
     pub(crate) fn make_region(&mut self) -> u64 {
-        let is_joining = |message: &Message| Joining::parse(message).ok();
-        let pages = self.receive(0, |message| match is_joining(message)?.step {
+        self.make(0, 0)
+    }
+
+    /// Does that with a region with release consistency, of which the others read its twins and log.
+    pub(crate) fn make_release_region(&mut self, region: u32) -> u64 {
+        self.make(region, self.shadow_mr.rkey().0)
+    }
+
+    /// Does that with a region of a number, and the key of the memory with its twins and log.
+    pub(crate) fn make(&mut self, region: u32, shadow: u32) -> u64 {
+        let offer = self.receive(0, |message| match step_of(message, region)? {
             Step::Propose { pages, .. } => Some(pages),
             _ => None,
         });
-        let key = self.region.rkey().0;
-        let mapped = Joining {
-            region: 0,
-            attempt: 0,
-            step: Step::Mapped { key, shadow: 0 },
+        self.map(region, shadow);
+        self.receive(0, |message| {
+            (step_of(message, region)? == Step::Agreed).then_some(())
+        });
+        offer.expect("an offer")
+    }
+
+    /// Makes a region as the first node, at an address that the others have free.
+    pub(crate) fn lead(&mut self, region: u32, offer: Step) {
+        self.tell_all(region, offer);
+        self.map(region, 0);
+        self.tell_all(region, Step::Agreed);
+    }
+
+    /// Tells all others the first attempt's step of making a region.
+    pub(crate) fn tell_all(&mut self, region: u32, step: Step) {
+        self.tell_all_of(0, region, step);
+    }
+
+    /// Tells all others a step of an attempt.
+    pub(crate) fn tell_all_of(&mut self, attempt: u32, region: u32, step: Step) {
+        let message = Joining {
+            region,
+            attempt,
+            step,
         };
+        self.others()
+            .into_iter()
+            .for_each(|node| self.send(node, message.emit()));
+    }
+
+    /// Tells all others that this node has mapped a region, and learns their keys.
+    fn map(&mut self, region: u32, shadow: u32) {
+        let key = self.region.rkey().0;
+        self.tell_all(region, Step::Mapped { key, shadow });
         for node in self.others() {
-            self.send(node, mapped.emit());
-            let key = self.receive(node, |message| match is_joining(message)?.step {
+            let key = self.receive(node, |message| match step_of(message, region)? {
                 Step::Mapped { key, .. } => Some(key),
                 _ => None,
             });
             self.peer(node).region = RKey(key.expect("a key"));
         }
-        self.receive(0, |message| {
-            (is_joining(message)?.step == Step::Agreed).then_some(())
-        });
-        pages.expect("an offer")
     }
+}
+
+/// Returns what a message says about the making of a region, if it is about that.
+pub(crate) fn step_of(message: &Message, region: u32) -> Option<Step> {
+    let joining = Joining::parse(message).ok()?;
+    (joining.region == region).then_some(joining.step)
 }

@@ -15,8 +15,8 @@
 //! | 40..44 | ring: the R_Key by which the receiver writes its [frames](super::frame); they begin at address 0 |
 //!
 //! A region is made by all nodes, in the same order. Node 0 maps it and sends Propose; each node maps it at that address and sends Mapped to all,
-//! or Taken to node 0, which then tries another address. When node 0 has all answers, it sends Agreed to all; who has that and the
-//! Mapped of all others may use the region. These messages have [`MESSAGE_LEN`] bytes as well:
+//! or Taken. When node 0 has all answers, it tries another address if the first one is taken anywhere, or sends Agreed to all; who has that and the
+//! Mapped of all others may use the region. Since all know when node 0 has all answers, they do not wait for its word for ever. These messages have [`MESSAGE_LEN`] bytes as well:
 //!
 //! | bytes | field |
 //! |---|---|
@@ -34,8 +34,8 @@
 //! | kind | from | meaning |
 //! |---|---|---|
 //! | 16 Propose | node 0 | map the region at the address |
-//! | 17 Mapped | each node | it is mapped |
-//! | 18 Taken | a node | the address is in use there |
+//! | 17 Mapped | each node, to all | it is mapped |
+//! | 18 Taken | each node but node 0, to all | the address is in use there |
 //! | 19 Differs | a node, to all | it cannot make the region, or its program wants one of other settings |
 //! | 20 Agreed | node 0 | all have mapped it |
 

@@ -2,12 +2,16 @@
 //! ignore it, and go on.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+#[path = "../common/mod.rs"]
 mod common;
+mod first;
+#[path = "../played/mod.rs"]
 mod played;
+mod releases;
 
 use std::time::{Duration, Instant};
 
-use common::{LONG, MODES, Node, clusters, command, named, rounds, run_as_node, start, wait_for};
+use common::{LONG, MODES, Node, clusters, command, named, part, rounds, run_as_node, start, wait_for};
 use played::Played;
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
@@ -26,7 +30,15 @@ const LEASE: Duration = Duration::from_secs(5);
 
 #[test]
 fn node() {
-    run_as_node(&[("bystander", bystander), ("releaser", releaser)]);
+    match part().as_deref() {
+        Some("joiner") => first::join(),
+        _ => run_as_node(&[
+            ("bystander", bystander),
+            ("releaser", releaser),
+            ("follower", follower),
+            ("pair", releases::pair),
+        ]),
+    }
 }
 
 fn region(session: &Session, consistency: Consistency) -> Result<Region<'_>, Error> {
@@ -34,15 +46,20 @@ fn region(session: &Session, consistency: Consistency) -> Result<Region<'_>, Err
 }
 
 fn bystander(session: &Session) {
-    go(session, Consistency::Sequential);
+    go(session, Consistency::Sequential, HOSTILE);
+}
+
+/// Does that where the hostile node is the first one.
+fn follower(session: &Session) {
+    go(session, Consistency::Sequential, first::FIRST);
 }
 
 fn releaser(session: &Session) {
-    go(session, Consistency::Release);
+    go(session, Consistency::Release, HOSTILE);
 }
 
 /// Adds to a word of its own in each page whose home is not the hostile node; tells when a node is missing, and goes on.
-fn go(session: &Session, consistency: Consistency) {
+fn go(session: &Session, consistency: Consistency, hostile: u32) {
     let region = region(session, consistency).unwrap();
     println!("@ begins");
     std::thread::scope(|scope| {
@@ -50,7 +67,7 @@ fn go(session: &Session, consistency: Consistency) {
             scope.spawn(|| {
                 // The hostile node never makes it.
                 let error = self::region(session, consistency).unwrap_err();
-                println!("@ misses {}: {error}", named(&error));
+                println!("@ misses {}: {error}", missed(&error));
             });
         }
         let own = u64::from(session.node()) * 8;
@@ -66,7 +83,7 @@ fn go(session: &Session, consistency: Consistency) {
         };
         let mut told = Instant::now();
         for round in 0.. {
-            let pages = (0..PAGES).filter(|page| page % u64::from(session.nodes()) != HOSTILE.into());
+            let pages = (0..PAGES).filter(|page| page % u64::from(session.nodes()) != hostile.into());
             for page in pages {
                 if let Err(error) = step(page) {
                     assert!(matches!(error, Error::Lost { .. }), "{error}");
@@ -78,6 +95,14 @@ fn go(session: &Session, consistency: Consistency) {
             }
         }
     });
+}
+
+/// Returns the node without which a region cannot be made.
+fn missed(error: &Error) -> u32 {
+    match error {
+        Error::Differs { node, .. } => *node,
+        other => named(other),
+    }
 }
 
 /// Waits until nodes have gone on for some rounds.
@@ -118,6 +143,10 @@ fn about(unit: u64, body: Body) -> Message {
         unit,
         body,
     }
+}
+
+fn id(node: u32) -> NodeId {
+    NodeId::new(node).unwrap()
 }
 
 fn emitted(message: Message) -> [u8; MESSAGE_LEN] {
@@ -298,6 +327,12 @@ fn of_thread(sequence: u64, object: u64, body: sync::Body) -> [u8; MESSAGE_LEN] 
     bytes
 }
 
+/// Returns the words of a node that finds the hostile one gone.
+fn misses(hostile: &Played) -> String {
+    let own = hostile.own;
+    format!("@ misses {own}: node {own} is gone: ")
+}
+
 /// Returns a line that a node has printed, which begins with some words.
 fn line(node: &mut Node, words: &str) -> String {
     let text = node.printed();
@@ -311,12 +346,13 @@ fn check(
     (name, attack, word): (&str, Attack, &str),
     (mut nodes, mut hostile): (Vec<Node>, Played),
 ) {
-    let to = number as u32 % HOSTILE;
+    let index = number % nodes.len();
+    let to = hostile.others()[index];
     println!("{name}, to node {to}");
     attack(&mut hostile, to);
     hostile.pump_until(LONG, |it| it.peer(to).is_ended);
-    wait_for(&mut nodes, "@ misses 2: node 2 is gone: ");
-    let said = line(&mut nodes[to as usize], "@ misses");
+    wait_for(&mut nodes, &misses(&hostile));
+    let said = line(&mut nodes[index], "@ misses");
     println!("{said}");
     assert!(said.contains(word), "{name}: {said}");
     go_on(&mut nodes);
