@@ -46,16 +46,16 @@ pub struct Costs {
 }
 
 impl Default for Costs {
-    /// Returns the costs of nodes on one host that poll (docs/dsm.md, Replays): a message is 2.1 us, of which the way in shared memory
-    /// is a tenth, and the system call that installs a page 0.9 us. What else an upgrade takes there (17.5 us, of which 6.0 without a home) is that of the thread,
-    /// and what a read takes beyond an upgrade that of the READ.
+    /// Returns the costs of nodes on one host that poll (docs/dsm.md, Replays): a message is 1.0 us, of which the way in shared memory is a fifth, the system
+    /// call that installs a page 0.9 us, and a READ of 4 KiB 1.7 us with its way and its bytes. What else a read of a page takes there (8.4 us, of which 2.1
+    /// without a home, and one change of a right at the home) is that of the thread.
     fn default() -> Costs {
         Costs {
             latency_ns: 200,
             bytes_per_s: 8_000_000_000,
-            message_ns: 1_900,
-            fault_ns: 7_000,
-            read_ns: 5_900,
+            message_ns: 800,
+            fault_ns: 1_700,
+            read_ns: 800,
             protect_ns: 900,
             protect_more_ns: 100,
             memory_bytes_per_s: 5_000_000_000,
