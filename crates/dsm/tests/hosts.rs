@@ -148,7 +148,7 @@ fn namespace() {
         };
         let mut nodes = [start(0, &[]), start(1, &second.before())];
         wait_for(&mut nodes, "@ begins");
-        // What is lost in a moment is sent again.
+        // Packets that are lost in a moment are sent again.
         netns::run(&["ip", "link", "set", "v0", "down"]);
         netns::run(&["ip", "link", "set", "v0", "up"]);
         std::fs::write(&sign, "").unwrap();

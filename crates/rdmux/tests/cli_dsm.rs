@@ -5,7 +5,7 @@ mod dsm_node;
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -21,6 +21,18 @@ fn dsm(args: &[&str]) -> Command {
 
 fn run(args: &[&str]) -> Output {
     dsm(args).output().unwrap()
+}
+
+/// Starts nodes of [`dsm_node`]. Returns their launcher, and the lines that they print.
+fn start_nodes(options: &[&str]) -> (Child, impl Iterator<Item = String> + use<>) {
+    let mut launcher = dsm(options)
+        .args(dsm_node::command())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let out = BufReader::new(launcher.stdout.take().unwrap());
+    (launcher, out.lines().map_while(Result::ok))
 }
 
 fn lines(bytes: &[u8]) -> Vec<String> {
@@ -53,15 +65,8 @@ fn run__gives_faults_to_all_nodes() {
         lines(&output.stdout),
         ["loss=1%,delay=100000ns..1000000ns,seed=7"; 2]
     );
-    let mut launcher = dsm(&["-n", "2", "--fault", fault, "--"])
-        .args(dsm_node::command())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let out = BufReader::new(launcher.stdout.take().unwrap());
-    let is_ready = |line: Result<String, _>| line.is_ok_and(|line| line.contains("READY "));
-    assert!(out.lines().any(is_ready));
+    let (mut launcher, mut said) = start_nodes(&["-n", "2", "--fault", fault, "--"]);
+    assert!(said.any(|line| line.contains("READY ")));
     kill_process(Pid::from_child(&launcher), Signal::TERM).unwrap();
     launcher.wait().unwrap();
 }
@@ -168,14 +173,7 @@ fn stat_json(cluster: &str) -> Vec<Value> {
 /// Shows nodes, one that is killed no more, and no run that has ended.
 #[test]
 fn stat__shows_the_nodes_that_run() {
-    let mut launcher = dsm(&["-n", "2", "--"])
-        .args(dsm_node::command())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let out = BufReader::new(launcher.stdout.take().unwrap());
-    let mut said = out.lines().map_while(Result::ok);
+    let (mut launcher, mut said) = start_nodes(&["-n", "2", "--"]);
     let cluster = said.find_map(|line| Some(line.rsplit_once("READY ")?.1.to_owned()));
     let cluster = cluster.unwrap();
     let nodes = stat_json(&cluster);

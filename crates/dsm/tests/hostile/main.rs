@@ -83,7 +83,7 @@ fn go(session: &Session, consistency: Consistency, hostile: u32) {
         };
         let mut told = Instant::now();
         for round in 0.. {
-            let pages = (0..PAGES).filter(|page| page % u64::from(session.nodes()) != hostile.into());
+            let pages = (0..PAGES).filter(|page| page % u64::from(session.nodes()) != u64::from(hostile));
             for page in pages {
                 if let Err(error) = step(page) {
                     assert!(matches!(error, Error::Lost { .. }), "{error}");
