@@ -324,11 +324,12 @@ impl Session {
             self.shared.recorded(event, || agreement.reach(geometry))
         });
         *regions += 1;
-        if region.is_err() {
+        let refusal = region.is_err().then(|| agreement.joining(0, Step::Differs));
+        self.shared.turns.act(|driver| {
+            driver.end_making(number);
             // The others wait for this node.
-            let refusal = agreement.joining(0, Step::Differs);
-            self.shared.turns.act(|driver| driver.tell_all(&refusal));
-        }
+            refusal.iter().for_each(|it| driver.tell_all(it));
+        });
         region
     }
 }

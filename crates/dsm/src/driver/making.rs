@@ -43,8 +43,8 @@ pub(crate) struct Making {
     pub offer: Option<Offer>,
     /// Answers with their attempts, by the numbers of the nodes.
     answers: Vec<Option<(u32, Answer)>>,
-    /// The last attempt that this node has answered.
-    answered: Option<u32>,
+    /// The last attempt that this node has answered, and whether it has mapped the region; `None` once nobody waits for the region any more.
+    answered: Option<(u32, bool)>,
     /// The attempt that all have agreed to.
     pub agreed: Option<u32>,
     /// The node that cannot make the region.
@@ -77,13 +77,17 @@ impl Making {
             .filter(move |(node, _)| *node != but)
     }
 
-    /// Returns the attempt whose outcome node 0 has to tell this one, since all others have answered.
-    pub(super) fn decided(&self, own: NodeId) -> Option<u32> {
-        let attempt = self.answered?;
+    /// Returns the attempt whose outcome node 0 has to tell this one, since all others have answered. Agreed is no outcome unless all have mapped the region.
+    pub(super) fn awaits_outcome(&self, own: NodeId) -> Option<u32> {
+        let (attempt, has_mapped) = self.answered?;
         let have_answered = self
             .answers(attempt, own)
             .all(|(node, answer)| node == NodeId::FIRST || answer.is_some());
-        let is_told = self.agreed == Some(attempt) || self.offer.is_some_and(|it| it.attempt > attempt);
+        let mut answers = self.answers(attempt, own);
+        let is_made = self.agreed == Some(attempt)
+            && has_mapped
+            && answers.all(|(_, it)| matches!(it, Some(Answer::Mapped(_))));
+        let is_told = is_made || self.offer.is_some_and(|it| it.attempt > attempt);
         (have_answered && !is_told && self.refused.is_none()).then_some(attempt)
     }
 }
@@ -130,6 +134,13 @@ impl Driver {
         true
     }
 
+    /// Notes that this node waits no more for a region, which is made, or which it cannot make.
+    pub(crate) fn end_making(&mut self, region: u32) {
+        if let Some(making) = self.making(region) {
+            making.answered = None;
+        }
+    }
+
     /// Returns what the others have said about a region; `None` if there cannot be one of this number.
     pub(crate) fn making(&mut self, region: u32) -> Option<&mut Making> {
         let index = region as usize;
@@ -143,12 +154,15 @@ impl Driver {
         self.making.get_mut(index)
     }
 
-    /// Tells all nodes a step of making a region.
+    /// Tells all nodes a step of making a region. From its answer on, this node waits for the outcome.
     pub(crate) fn tell_all(&mut self, joining: &Joining) {
-        if matches!(joining.step, Step::Mapped { .. } | Step::Taken)
-            && let Some(making) = self.making(joining.region)
-        {
-            making.answered = Some(joining.attempt);
+        let mapped = match joining.step {
+            Step::Mapped { .. } => Some(true),
+            Step::Taken => Some(false),
+            _ => None,
+        };
+        if let Some((making, mapped)) = self.making(joining.region).zip(mapped) {
+            making.answered = Some((joining.attempt, mapped));
         }
         self.send_to_all(joining.emit());
     }

@@ -104,7 +104,8 @@ impl Driver {
         let epoch = self.membership.epoch();
         let members = self.membership.waits_for().map(|it| Wait::Membership(epoch, it));
         let makings = (0..).zip(&self.making);
-        let makings = makings.filter_map(|(number, it)| Some(Wait::Making(number, it.decided(self.own)?)));
+        let makings =
+            makings.filter_map(|(number, it)| Some(Wait::Making(number, it.awaits_outcome(self.own)?)));
         let waits = pages
             .chain(members)
             .chain(makings)

@@ -177,5 +177,12 @@ mod tests {
         assert!(matches!(reader.begin(&bytes), Rest::Read(_)));
         assert_eq!(reader.end(&bytes), Looked::Lapped);
         assert_eq!(reader.begin(&bytes), Rest::Done(Looked::Runs(Vec::new())));
+        // Counts that wrap, as those of no correct node do.
+        for (seen, ended) in [(u64::MAX, 0), (0, u64::MAX)] {
+            let mut reader = Reader { seen, until: 0 };
+            bytes[8..16].copy_from_slice(&ended.to_le_bytes());
+            assert_eq!(reader.begin(&bytes), Rest::Done(Looked::Lapped));
+            assert_eq!(reader.begin(&bytes), Rest::Done(Looked::Runs(Vec::new())));
+        }
     }
 }

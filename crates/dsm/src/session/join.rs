@@ -69,6 +69,7 @@ pub(super) fn join(cluster: &Cluster, timeout: Duration) -> Result<Joined, Error
         device,
         pd,
         queues,
+        events: EventQueue::new()?,
         links: (0..nodes).map(|_| None).collect(),
     };
     for node in cluster.nodes().filter(|node| *node < own) {
@@ -102,6 +103,8 @@ struct Join<'a> {
     device: Device,
     pd: ProtectionDomain,
     queues: Queues,
+    /// Of all attempts to connect: each connection keeps it.
+    events: EventQueue,
     links: Vec<Option<Link>>,
 }
 
@@ -161,8 +164,7 @@ impl Join<'_> {
     fn attempt(&self, qp: &QueuePair, address: SocketAddr, hello: &[u8]) -> Result<Connection, ConnectError> {
         let pair = ConnectPair::Own(qp);
         let mut attempt = self.device.start_connect(pair, address, &self.params, hello)?;
-        let events = EventQueue::new()?;
-        attempt.notify(&events, 0);
+        attempt.notify(&self.events, 0);
         loop {
             if let Some(result) = attempt.poll() {
                 return result;
@@ -171,7 +173,8 @@ impl Join<'_> {
             if left.is_zero() {
                 return Err(ConnectError::Unreachable(address.ip()));
             }
-            events.wait(left);
+            // Earlier attempts may end it, too.
+            self.events.wait(left);
         }
     }
 

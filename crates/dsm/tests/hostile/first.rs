@@ -8,15 +8,20 @@ use super::*;
 
 /// The hostile node.
 pub(super) const FIRST: u32 = 0;
-/// Time that a node has to join.
-const PATIENCE: Duration = Duration::from_secs(4);
+/// A node that joins a cluster and makes a region, and tells the error that ends one of the two, and its end after that.
+pub(super) const JOINER: &str = "joiner";
+/// The same, with less time to join.
+pub(super) const IMPATIENT: &str = "impatient joiner";
 
-/// Joins a cluster and makes a region, and tells the error that ends one of the two, and its end after that.
-pub(super) fn join() {
+pub(super) fn join(part: &str) {
     rdmux_soft::register();
+    let time = match part {
+        IMPATIENT => Duration::from_secs(4),
+        _ => LONG / 2,
+    };
     let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let before = descriptors();
-    match Session::join(Cluster::of_environment().unwrap(), PATIENCE) {
+    match Session::join(Cluster::of_environment().unwrap(), time) {
         Err(error) => println!("@ ends: {error}"),
         Ok(session) => {
             println!("@ joins");
@@ -141,14 +146,23 @@ const GREETINGS: [(&str, Greeting, &str); 11] = [
     ),
 ];
 
+/// Starts the nodes of a cluster but the first one. Returns them, and the cluster as the first one knows it.
+fn start_others(part: &str, lease: Duration, mode: FaultMode) -> (Vec<Node>, Cluster) {
+    let mut clusters = clusters(NODES, lease);
+    let start = |cluster| Node::start(command(&[], part, cluster, mode));
+    let nodes = clusters[1..].iter().map(start).collect();
+    (nodes, clusters.swap_remove(FIRST as usize))
+}
+
+fn have_left(nodes: &[Node]) -> bool {
+    nodes.iter().all(|node| node.printed().contains("@ has left"))
+}
+
 /// Has two nodes join a cluster whose first node greets them so, and checks their error.
-fn check_greeting((name, greeting, word): (&str, Greeting, &str), mode: FaultMode) {
+fn check_greeting(part: &str, (name, greeting, word): (&str, Greeting, &str), mode: FaultMode) {
     println!("{name}");
-    let clusters = clusters(NODES, LEASE);
-    let start = |cluster| Node::start(command(&[], "joiner", cluster, mode));
-    let nodes: Vec<Node> = clusters[1..].iter().map(start).collect();
-    let have_left = || nodes.iter().all(|node| node.printed().contains("@ has left"));
-    answer_all(&clusters[FIRST as usize], greeting, have_left);
+    let (nodes, first) = start_others(part, LEASE, mode);
+    answer_all(&first, greeting, || have_left(&nodes));
     check_ends(name, word, nodes);
 }
 
@@ -156,7 +170,7 @@ fn check_greeting((name, greeting, word): (&str, Greeting, &str), mode: FaultMod
 fn hostile__first_node_that_greets_wrongly_ends_the_joining_of_the_others() {
     let mut others = start("bystander", 2, FaultMode::Inline, LONG);
     for (number, greeting) in GREETINGS.into_iter().enumerate() {
-        check_greeting(greeting, MODES[number % 3]);
+        check_greeting(JOINER, greeting, MODES[number % 3]);
     }
     wait_for(&mut others, "@ begins");
     go_on(&mut others);
@@ -167,6 +181,7 @@ fn hostile__first_node_that_greets_wrongly_ends_the_joining_of_the_others() {
 fn hostile__first_node_that_does_not_answer_is_absent_in_time() {
     let began = Instant::now();
     check_greeting(
+        IMPATIENT,
         ("no answer", |_| Answer::Nothing, "has not joined within"),
         FaultMode::Inline,
     );
@@ -313,23 +328,18 @@ fn hostile__first_node_that_makes_a_region_wrongly_ends_the_making() {
     let offer = offer("follower");
     for (number, (name, making, word)) in MAKINGS.into_iter().enumerate() {
         println!("{name}");
-        let clusters = clusters(NODES, LEASE);
-        let start = |cluster| Node::start(command(&[], "joiner", cluster, MODES[number % 3]));
-        let nodes: Vec<Node> = clusters[1..].iter().map(start).collect();
-        let mut hostile = Played::join(&clusters[FIRST as usize]);
+        let (nodes, first) = start_others(JOINER, LEASE, MODES[number % 3]);
+        let mut hostile = Played::join(&first);
         making(&mut hostile, offer);
-        let have_left = |_: &mut Played| nodes.iter().all(|node| node.printed().contains("@ has left"));
-        hostile.pump_until(LONG, have_left);
+        hostile.pump_until(LONG, |_| have_left(&nodes));
         check_ends(name, word, nodes);
     }
 }
 
 /// Starts two nodes that live, and joins them as the first one, with a region.
 fn begin_first(offer: Step, mode: FaultMode, lease: Duration) -> (Vec<Node>, Played) {
-    let clusters = clusters(NODES, lease);
-    let start = |cluster| Node::start(command(&[], "follower", cluster, mode));
-    let mut nodes: Vec<Node> = clusters[1..].iter().map(start).collect();
-    let mut hostile = Played::join(&clusters[FIRST as usize]);
+    let (mut nodes, first) = start_others("follower", lease, mode);
+    let mut hostile = Played::join(&first);
     hostile.lead(0, offer);
     wait_for(&mut nodes, "@ begins");
     (nodes, hostile)
@@ -523,20 +533,62 @@ fn hostile__first_node_that_says_what_is_of_no_use_is_ignored() {
     }
 }
 
-/// A node that makes a region has an error in bounded time, also if the first node answers all questions but never says that all have mapped it.
+/// Makes a region as a first node that has mapped it.
+fn has_mapped(it: &mut Played) {
+    let key = it.region().rkey().0;
+    it.tell_all(0, Step::Mapped { key, shadow: 0 });
+}
+
+/// An act of a first node that answers all questions, but never says how the making of a region ends.
+const WITHHELD: [(&str, Making); 4] = [
+    ("no word after all have mapped it", |it, offer| {
+        it.tell_all(0, offer);
+        has_mapped(it);
+    }),
+    ("no offer after one that is taken", |it, offer| {
+        it.tell_all(0, changed(offer, |[at, ..]| *at = 8));
+        has_mapped(it);
+    }),
+    ("an agreement without its own answer", |it, offer| {
+        it.tell_all(0, offer);
+        it.tell_all(0, Step::Agreed);
+    }),
+    (
+        "an agreement although the address is taken at a node",
+        |it, offer| {
+            let [taken, free] = [changed(offer, |[at, ..]| *at = 8), offer];
+            for (node, step) in [(1, taken), (2, free)] {
+                let (region, attempt) = (0, 0);
+                let message = Joining {
+                    region,
+                    attempt,
+                    step,
+                };
+                it.send(node, message.emit());
+            }
+            has_mapped(it);
+            it.tell_all(0, Step::Agreed);
+        },
+    ),
+];
+
+/// A node that makes a region has an error in bounded time, also if the first node does all else that a correct one does.
 #[test]
 fn hostile__first_node_that_withholds_the_end_of_a_making_ends_its_part() {
     let offer = offer("follower");
-    let clusters = clusters(NODES, Duration::from_secs(1));
-    let start = |cluster| Node::start(command(&[], "joiner", cluster, FaultMode::Inline));
-    let nodes: Vec<Node> = clusters[1..].iter().map(start).collect();
-    let mut hostile = Played::join(&clusters[FIRST as usize]);
-    hostile.tell_all(0, offer);
-    let key = hostile.region().rkey().0;
-    hostile.tell_all(0, Step::Mapped { key, shadow: 0 });
-    let have_left = |_: &mut Played| nodes.iter().all(|node| node.printed().contains("@ has left"));
-    let has_ended = hostile.pump_until(LONG / 2, have_left);
-    let printed: Vec<String> = nodes.iter().map(Node::printed).collect();
-    assert!(has_ended, "nodes hang: {printed:?}");
-    check_ends("a making without an end", "node 0 is gone: ", nodes);
+    let withhold = |name: &str, making: Making| {
+        let (nodes, first) = start_others(JOINER, LEASE, FaultMode::Inline);
+        let mut hostile = Played::join(&first);
+        making(&mut hostile, offer);
+        let has_ended = hostile.pump_until(LONG, |_| have_left(&nodes));
+        let printed: Vec<String> = nodes.iter().map(Node::printed).collect();
+        assert!(has_ended, "{name}: nodes hang: {printed:?}");
+        check_ends(name, "it takes messages, but has not answered one for", nodes);
+    };
+    // Each takes two leases, in which nobody computes.
+    std::thread::scope(|scope| {
+        for (name, making) in WITHHELD {
+            scope.spawn(move || withhold(name, making));
+        }
+    });
 }

@@ -31,7 +31,7 @@ const LEASE: Duration = Duration::from_secs(5);
 #[test]
 fn node() {
     match part().as_deref() {
-        Some("joiner") => first::join(),
+        Some(part @ (first::JOINER | first::IMPATIENT)) => first::join(part),
         _ => run_as_node(&[
             ("bystander", bystander),
             ("releaser", releaser),

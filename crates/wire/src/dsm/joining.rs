@@ -15,8 +15,8 @@
 //! | 40..44 | ring: the R_Key by which the receiver writes its [frames](super::frame); they begin at address 0 |
 //!
 //! A region is made by all nodes, in the same order. Node 0 maps it and sends Propose; each node maps it at that address and sends Mapped to all,
-//! or Taken. When node 0 has all answers, it tries another address if the first one is taken anywhere, or sends Agreed to all; who has that and the
-//! Mapped of all others may use the region. Since all know when node 0 has all answers, they do not wait for its word for ever. These messages have [`MESSAGE_LEN`] bytes as well:
+//! or Taken. When node 0 has all answers, it tries another address if this one is in use at any node, or sends Agreed to all; who has that and the
+//! Mapped of all others may use the region. Nodes that have all answers wait for its word for a limited time. These messages have [`MESSAGE_LEN`] bytes as well:
 //!
 //! | bytes | field |
 //! |---|---|
