@@ -66,8 +66,10 @@ pub(super) struct Qp {
     pub(super) group: Option<GroupId>,
     /// Address of its peer then.
     pub(super) peer: Option<IpAddr>,
-    /// Set once the application knows that it has failed, or that its connection has ended.
+    /// Set once the application knows that it has failed.
     pub(super) failed: bool,
+    /// Set once the application knows that its connection has ended.
+    pub(super) has_ended: bool,
     /// Charges of the tenant: for the queue pair, and for its requests.
     pub(super) charges: [Charge; 2],
 }

@@ -330,7 +330,9 @@ impl Application {
             News::Received(wc) => self.received(shared, id, wc),
             News::Failed(failure) => {
                 shared.egress.fail(now, qp.flow);
-                if std::mem::replace(&mut qp.failed, true) {
+                // The end of a connection makes its queue pair fail as if the application had done so.
+                let is_end = qp.has_ended && failure == Failure::Own;
+                if std::mem::replace(&mut qp.failed, true) || is_end {
                     return Ok(());
                 }
                 let (status, event) = match failure {
@@ -498,7 +500,7 @@ impl Qp {
     pub(super) fn end_external(&mut self, shared: &mut Shared) {
         if shared.sharing.is_some() {
             // The application has ended the connection, or is told that the peer has, which is no failure.
-            self.failed = true;
+            self.has_ended = true;
             self.fail(shared);
         }
     }

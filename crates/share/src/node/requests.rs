@@ -359,6 +359,7 @@ impl Application {
                 group: None,
                 peer: None,
                 failed: false,
+                has_ended: false,
                 charges,
             })
         });
@@ -669,7 +670,7 @@ impl Qp {
                 // It may be connected to another peer, by another class.
                 self.unbind(shared, now);
                 shared.egress.reset(now, self.flow);
-                self.failed = false;
+                (self.failed, self.has_ended) = (false, false);
             }
             QpState::Rts => shared.egress.resume(now, self.flow),
             QpState::Sqd => shared.egress.pause(now, self.flow),
