@@ -12,7 +12,7 @@ use rdmux_dsm::FaultMode;
 use serde_json::Value;
 
 pub(super) use self::node::{COMMAND, child};
-use self::node::{Event, Fault};
+use self::node::{Event, Fault, Home};
 pub(super) use self::programs::suite as programs;
 pub(super) use self::replay::{
     COMMAND as REPLAY, Stated, child as replay_child, plots as replay_plots, suite as replay,
@@ -20,7 +20,7 @@ pub(super) use self::replay::{
 use super::CPUS;
 use super::pair::{TWO_RANKS, installed, peer, stdout, ucx_transport};
 use super::plot;
-use super::table::{Column, Line, Suite, Table};
+use super::table::{Column, Line, Ratio, Suite, Table};
 
 /// Kinds of faults, and their names for `dsm_floor`.
 const FAULTS: [Column; 3] = [(0, "read"), (1, "upgrade"), (2, "cold write")];
@@ -38,6 +38,9 @@ enum Part {
     Polling,
     Computing,
     Asleep,
+    /// A fault on the baseline, alone, and beside a busy process.
+    Baseline,
+    Beside,
     /// A fetch through the network.
     Network,
     /// Copying the pages that were written.
@@ -57,11 +60,17 @@ impl Part {
                 get(&MPI_MEMORY),
                 get(&SHMEM_MEMORY),
             ],
-            Part::Computing => vec![floor("two bare processes", "computing")],
+            Part::Computing => vec![
+                floor("two bare processes", "computing"),
+                ours("rdmux, faulting thread, home computes", &INLINE_COMPUTING),
+                ours("rdmux, service thread, home computes", &THREAD_COMPUTING),
+            ],
             Part::Asleep => vec![
                 floor("two bare processes", "asleep"),
                 ours("rdmux, faulting thread", &INLINE_ASLEEP),
             ],
+            Part::Baseline => vec![ours(BASELINE, &OF_BASELINE), ours(OURS, &OF_OURS)],
+            Part::Beside => vec![ours(BASELINE, &BASELINE_BESIDE), ours(OURS, &OURS_BESIDE)],
             Part::Network => vec![
                 ours("rdmux, faulting thread, UDP", &INLINE_UDP),
                 get(&MPI_TCP),
@@ -83,6 +92,8 @@ impl Part {
             Part::Polling => ("polling_us", "Home polls, p50, us"),
             Part::Computing => ("computing_us", "Home looks each 20 us, p50, us"),
             Part::Asleep => ("asleep_us", "Home sleeps, p50, us"),
+            Part::Baseline => ("baseline_us", "Without priority, p50, us"),
+            Part::Beside => ("beside_us", "The same, home beside a busy process, p50, us"),
             Part::Network => ("network_us", "Over loopback, p50, us"),
             Part::Release => ("release_us", "Release, p50, us"),
         };
@@ -106,18 +117,38 @@ pub(super) fn faults() -> Suite {
     Suite {
         key: "dsm-faults",
         conditions: "pages of 4 KiB, 1,024 in turn, two processes on CPU 0 and 1; upgrade: a write to a page that may be read; cold write: to one that is absent; \
-                     a process that waits spins, except a home that sleeps; MPI and OpenSHMEM fetch by a call, without a fault",
-        claim: None,
+                     a process that waits spins, except a home that sleeps; a home of rdmux that computes does not look, its service thread is woken; the baseline handles \
+                     events in a woken thread, and changes rights by mprotect page by page; MPI and OpenSHMEM fetch by a call, without a fault",
+        claim: Some(
+            "The talk (Mellanox and Technion, 2003): handling events in the interrupt, and protections without system calls, improve the latency of page faults by up \
+             to 50 %.",
+        ),
         tables: vec![
             Part::Alone.table(),
             Part::Polling.table(),
             Part::Computing.table(),
             Part::Asleep.table(),
+            Part::Baseline.table(),
+            Part::Beside.table(),
             Part::Network.table(),
             Part::Release.table(),
         ],
-        ratios: |_| Vec::new(),
+        ratios,
     }
+}
+
+/// Returns how much longer faults take on the baseline.
+fn ratios(tables: &[Table]) -> Vec<Ratio> {
+    let keys = ["baseline_us", "beside_us"];
+    let compared = tables.iter().filter(|table| keys.contains(&table.key));
+    let of_table = |table: &Table| {
+        FAULTS.map(|(column, kind)| {
+            let (of, to) = (table.rounds(BASELINE, column), table.rounds(OURS, column));
+            let name = format!("{kind}: baseline to faulting thread, {}", table.key);
+            Ratio::new(name, "more than 1", &of, &to)
+        })
+    };
+    compared.flat_map(of_table).collect()
 }
 
 /// Returns the row of faults that the home in one of its states answers.
@@ -128,10 +159,16 @@ fn floor(name: &'static str, home: &'static str) -> Line {
     })
 }
 
+const BASELINE: &str = "baseline";
+const OURS: &str = "rdmux, faulting thread";
+
 const INLINE: Fault = Fault {
     mode: FaultMode::Inline,
-    is_home_asleep: false,
+    home: Home::Waits,
     over_udp: false,
+    is_baseline: false,
+    is_ordinary: false,
+    is_beside: false,
 };
 const THREAD: Fault = Fault {
     mode: FaultMode::Thread,
@@ -141,9 +178,34 @@ const MPROTECT: Fault = Fault {
     mode: FaultMode::Mprotect,
     ..INLINE
 };
-const INLINE_ASLEEP: Fault = Fault {
-    is_home_asleep: true,
+const INLINE_COMPUTING: Fault = Fault {
+    home: Home::Computes,
     ..INLINE
+};
+const THREAD_COMPUTING: Fault = Fault {
+    home: Home::Computes,
+    ..THREAD
+};
+const INLINE_ASLEEP: Fault = Fault {
+    home: Home::Sleeps,
+    ..INLINE
+};
+const OF_OURS: Fault = Fault {
+    is_ordinary: true,
+    ..INLINE
+};
+const OURS_BESIDE: Fault = Fault {
+    is_beside: true,
+    ..OF_OURS
+};
+const OF_BASELINE: Fault = Fault {
+    mode: FaultMode::Mprotect,
+    is_baseline: true,
+    ..OF_OURS
+};
+const BASELINE_BESIDE: Fault = Fault {
+    is_beside: true,
+    ..OF_BASELINE
 };
 const INLINE_UDP: Fault = Fault {
     over_udp: true,

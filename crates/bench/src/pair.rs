@@ -96,6 +96,27 @@ impl Drop for Server {
     }
 }
 
+/// Words before a command that runs without priority, whatever this program has.
+pub(super) const ORDINARY: &[&str] = &["chrt", "--other", "0"];
+
+/// A process without priority that is always busy, until this is dropped.
+pub(super) struct Busy(Server);
+
+pub(super) fn busy(cpu: usize) -> Result<Busy> {
+    let cpu = cpu.to_string();
+    let words = ["taskset", "-c", &cpu, "sh", "-c", "while :; do :; done"];
+    let mut command = Command::new("timeout");
+    command.args(["-s", "KILL", "60"]).args(ORDINARY).args(words);
+    command.stdout(Stdio::null());
+    Ok(Busy(Server::start(&mut command)?))
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.kill();
+    }
+}
+
 /// A run of `rdmux perf`.
 #[derive(Clone, Copy)]
 pub(super) struct Perf {

@@ -45,7 +45,7 @@ pub use heap::{Heap, HeapOptions, Place};
 pub use placement::Placement;
 pub use rdmux_wire::dsm::joining::VERSION;
 pub use region::Region;
-pub use session::{Consistency, Error, FaultMode, RegionOptions, Session, WAIT_VARIABLE};
+pub use session::{BATCH_VARIABLE, Consistency, Error, FaultMode, RegionOptions, Session, WAIT_VARIABLE};
 pub use stat::Stat;
 pub use thread::{LockGuard, Thread};
 

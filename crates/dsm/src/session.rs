@@ -45,6 +45,9 @@ use crate::trace::{Event, Recorder, RegionMade};
 /// device, which wait while the program computes, choose by themselves. A thread keeps the mode of the first session in which it waits.
 pub const WAIT_VARIABLE: &str = "RDMUX_DSM_WAIT";
 
+/// The environment variable that, if it is `off`, has a node change the rights to pages one by one and not together: for comparisons.
+pub const BATCH_VARIABLE: &str = "RDMUX_DSM_BATCH";
+
 /// Longest sleep of a waiting thread before it looks at the connections.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -195,6 +198,8 @@ pub(crate) struct Shared {
     trace: Option<Recorder>,
     /// How the program's threads wait; `None`: as costs least.
     wait_mode: Option<WaitMode>,
+    /// Rights to several pages are changed together.
+    has_batches: bool,
 }
 
 impl Session {
@@ -202,9 +207,11 @@ impl Session {
     ///
     /// # Errors
     /// The device cannot be opened, or a node does not join within `timeout`, or is another one; or the trace that the environment asks for
-    /// ([`trace::VARIABLE`](crate::trace::VARIABLE)) cannot be written; or [`WAIT_VARIABLE`] has another value than `blocked`, `interrupted` or `running`.
+    /// ([`trace::VARIABLE`](crate::trace::VARIABLE)) cannot be written; or [`WAIT_VARIABLE`] has another value than `blocked`, `interrupted` or `running`, or
+    /// [`BATCH_VARIABLE`] than `on` or `off`.
     pub fn join(cluster: Cluster, timeout: Duration) -> Result<Session, Error> {
         let wait_mode = wait_mode_of_environment()?;
+        let has_batches = has_batches_by_environment()?;
         let trace = Recorder::of_environment(&cluster)?;
         let joined = join::join(&cluster, timeout)?;
         let homes = Homes::hash(cluster.nodes().collect::<Vec<_>>())?;
@@ -219,6 +226,7 @@ impl Session {
             readers: Mutex::default(),
             trace,
             wait_mode,
+            has_batches,
         });
         let service = {
             let shared = shared.clone();
@@ -441,8 +449,11 @@ impl<'a> Agreement<'a, '_> {
         let page_bytes = bytes / u64::from(geometry.pages());
         let alias = Arc::new(alias);
         let costs = Costs::TYPICAL;
-        let view = View::repeated(alias, address, engine, costs, page_bytes, geometry.views());
-        Ok(view?)
+        let view = View::repeated(alias, address, engine, costs, page_bytes, geometry.views())?;
+        Ok(match self.session.shared.has_batches {
+            true => view,
+            false => view.unbatched(),
+        })
     }
 
     /// Registers the pages, has the others read them, and tells all of it.
@@ -553,6 +564,14 @@ fn wait_mode_of_environment() -> Result<Option<WaitMode>, Error> {
     match std::env::var(WAIT_VARIABLE) {
         Ok(text) => text.parse().map(Some).map_err(|_| Error::WaitMode(text)),
         Err(_) => Ok(None),
+    }
+}
+
+fn has_batches_by_environment() -> Result<bool, Error> {
+    match std::env::var(BATCH_VARIABLE).as_deref() {
+        Ok("off") => Ok(false),
+        Ok("on") | Err(_) => Ok(true),
+        Ok(other) => Err(Error::Batch(other.to_owned())),
     }
 }
 

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use hdrhistogram::Histogram;
 use rdmux_dsm::protocol::Homes;
-use rdmux_dsm::{Cluster, Consistency, FaultMode, Placement, RegionOptions, Session};
+use rdmux_dsm::{BATCH_VARIABLE, Cluster, Consistency, FaultMode, Placement, RegionOptions, Session};
 use serde_json::{Value, json};
 
 use super::FAULT_NAMES;
 use crate::child::say;
-use crate::pair::{Server, stdout};
+use crate::pair::{ORDINARY, Server, busy, stdout};
 use crate::{CPUS, LOOPBACK};
 
 /// First argument of this program as a node.
@@ -31,15 +31,31 @@ const PAGE: u64 = 4096;
 const EVENTS: usize = 10_000;
 const JOINING: Duration = Duration::from_secs(10);
 
+/// State of the program of the home while the other node touches its pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Home {
+    /// It waits as the machine's load allows.
+    Waits,
+    /// It computes, and its service thread is woken for what comes.
+    Computes,
+    /// It sleeps: it does not poll, and a millisecond passes before each fault.
+    Sleeps,
+}
+
 /// Conditions of a measurement.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fault {
     /// Mode in which the fault is answered.
     pub mode: FaultMode,
-    /// The home sleeps: it does not poll, and a millisecond passes before each fault. Else it waits as the machine's load allows.
-    pub is_home_asleep: bool,
+    pub home: Home,
     /// The nodes have no shared memory: packets go through UDP.
     pub over_udp: bool,
+    /// Both nodes handle events in a thread that is woken for them, and change rights page by page, as the talk's baseline does.
+    pub is_baseline: bool,
+    /// The nodes run without priority.
+    pub is_ordinary: bool,
+    /// A busy process, without priority, shares the CPU of the home.
+    pub is_beside: bool,
 }
 
 /// Conditions of the round trip of an event.
@@ -57,6 +73,10 @@ pub(super) struct Event {
 const EVENT: &str = "event";
 /// Precedes a kind before whose events a millisecond passes.
 const IDLE: &str = "idle-";
+/// Precedes a kind whose home computes.
+const COMPUTING: &str = "computing-";
+/// Time for which a home that computes does not look whether it is over.
+const COMPUTED: Duration = Duration::from_micros(20);
 /// Kind of a release for [`child`].
 const RELEASE: &str = "release";
 /// Releases that are measured.
@@ -64,41 +84,48 @@ const RELEASES: u64 = 51;
 
 /// Measures one kind of fault. Returns the median in microseconds.
 pub(super) fn measure(fault: Fault, kind: usize) -> Result<f64> {
-    let sleeps = fault.is_home_asleep;
-    run(CPUS, &kind_of(FAULT_NAMES[kind], sleeps), |node, command| {
+    let prefix = match fault.home {
+        Home::Waits => "",
+        Home::Computes => COMPUTING,
+        Home::Sleeps => IDLE,
+    };
+    let before = if fault.is_ordinary { ORDINARY } else { &[] };
+    let _busy = fault.is_beside.then(|| busy(CPUS[1])).transpose()?;
+    let kind = format!("{prefix}{}", FAULT_NAMES[kind]);
+    run(before, CPUS, &kind, |node, command| {
+        let is_woken = fault.is_baseline || (fault.home == Home::Sleeps && node == 1);
         command
             .env(FaultMode::VARIABLE, fault.mode.to_string())
-            .envs((sleeps && node == 1).then_some(("RDMUX_WAIT", "blocked")))
+            .envs(is_woken.then_some(("RDMUX_WAIT", "blocked")))
+            .envs(fault.is_baseline.then_some((BATCH_VARIABLE, "off")))
             .env("RDMUX_SHM", if fault.over_udp { "off" } else { "on" });
     })
 }
 
 /// Measures the round trip of an event. Returns the median in microseconds.
 pub(super) fn event(event: Event) -> Result<f64> {
-    run(event.cpus, &kind_of(EVENT, event.is_idle), |_, command| {
+    let prefix = if event.is_idle { IDLE } else { "" };
+    run(&[], event.cpus, &format!("{prefix}{EVENT}"), |_, command| {
         command.envs(event.wait.map(|wait| ("RDMUX_WAIT", wait)));
     })
 }
 
 /// Measures the release of pages of which every word has changed. Returns the median in microseconds.
 pub(super) fn release() -> Result<f64> {
-    run(CPUS, RELEASE, |_, command| {
+    run(&[], CPUS, RELEASE, |_, command| {
         command.env(FaultMode::VARIABLE, FaultMode::Inline.to_string());
     })
 }
 
-fn kind_of(name: &str, is_idle: bool) -> String {
-    let prefix = if is_idle { IDLE } else { "" };
-    format!("{prefix}{name}")
-}
-
-/// Runs two nodes on some CPUs. Returns the median that node 0 has measured, in microseconds.
-fn run(cpus: [usize; 2], kind: &str, prepare: impl Fn(usize, &mut Command)) -> Result<f64> {
+/// Runs two nodes on some CPUs, by a command that has words before. Returns the median that node 0 has measured, in microseconds.
+fn run(before: &[&str], cpus: [usize; 2], kind: &str, prepare: impl Fn(usize, &mut Command)) -> Result<f64> {
     let clusters = Cluster::on_this_host(LOOPBACK, 2)?;
     let command = |node: usize| -> Result<Command> {
-        let mut command = Command::new("taskset");
+        let cpu = cpus[node].to_string();
+        let words = [before, &["taskset", "-c", &cpu]].concat();
+        let mut command = Command::new(words[0]);
         command
-            .args(["-c", &cpus[node].to_string()])
+            .args(&words[1..])
             .arg(std::env::current_exe()?)
             .args([COMMAND, kind])
             .envs(clusters[node].environment());
@@ -111,9 +138,9 @@ fn run(cpus: [usize; 2], kind: &str, prepare: impl Fn(usize, &mut Command)) -> R
     line["p50"].as_f64().context("a node printed no median")
 }
 
-/// Spins for a millisecond, as the floor does before each fault. Time is meant: the home goes to sleep.
-fn stay_idle() {
-    let until = Instant::now() + Duration::from_millis(1);
+/// Spins for some time, as the floor does. Time is meant: before a fault of a millisecond the home goes to sleep.
+fn spin(time: Duration) {
+    let until = Instant::now() + time;
     while Instant::now() < until {
         spin_loop();
     }
@@ -128,8 +155,9 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
     let [kind] = args else {
         bail!("{COMMAND} KIND");
     };
-    let idle = kind.strip_prefix(IDLE);
-    let (kind, is_idle) = (idle.unwrap_or(kind), idle.is_some());
+    let (idle, computing) = (kind.strip_prefix(IDLE), kind.strip_prefix(COMPUTING));
+    let (is_idle, computes) = (idle.is_some(), computing.is_some());
+    let kind = idle.or(computing).unwrap_or(kind);
     let cluster = Cluster::of_environment()?;
     let nodes: Vec<_> = cluster.nodes().collect();
     let session = Session::join(cluster, JOINING)?;
@@ -141,10 +169,11 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
     }
     let kind = FAULT_NAMES.iter().position(|name| *name == kind);
     let kind = kind.context("no such kind of fault")?;
-    let mut options = RegionOptions::new(2 * PAGES * PAGE)?;
-    // The second half of the pages has its home at node 1.
+    // The second half of the pages has its home at node 1, and the first page after that at node 0.
+    let mut options = RegionOptions::new((2 * PAGES + 1) * PAGE)?;
     options.homes = Placement::InTurn(PAGES);
     let region = session.region(&options)?;
+    let rounds_done = region.mapping().double_word((2 * PAGES * PAGE) as usize);
     let mut thread = session.thread(0)?;
     let all = NonZeroU32::MIN.saturating_add(1);
     let words = || (PAGES..2 * PAGES).map(|page| region.mapping().double_word((page * PAGE) as usize));
@@ -165,7 +194,7 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
             }
             for word in words() {
                 if is_idle {
-                    stay_idle();
+                    spin(Duration::from_millis(1));
                 }
                 let began = Instant::now();
                 match FAULT_NAMES[kind] {
@@ -175,6 +204,12 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
                 if round > 0 {
                     times.record(began.elapsed().as_nanos() as u64)?;
                 }
+            }
+            rounds_done.store(round + 1, Ordering::Relaxed);
+        } else if computes {
+            // The word is at hand until the other node writes it.
+            while rounds_done.load(Ordering::Relaxed) <= round {
+                spin(COMPUTED);
             }
         }
         thread.barrier(0, all)?;

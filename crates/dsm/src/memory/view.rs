@@ -86,6 +86,8 @@ pub struct View {
     writes: Writes,
     /// Pages between those of a batch may lose their rights for a moment.
     bridges: bool,
+    /// Each change of a batch takes a system call of its own.
+    is_unbatched: bool,
     table: PageTable,
     alias: Arc<AnonymousMemory>,
     costs: Costs,
@@ -165,12 +167,22 @@ impl View {
             userfault,
             writes,
             bridges,
+            is_unbatched: false,
             table: PageTable::new(pages).map_err(|error| Error::of("mmap", &error))?,
             alias,
             costs: costs.of_pages(page_bytes / system_page),
             page_bytes,
             pages_each: (file_bytes / page_bytes) as u32,
         })
+    }
+
+    /// Has [`View::apply`] make the changes of a batch page by page, as programs do that call mprotect(2): for comparisons.
+    #[must_use]
+    pub fn unbatched(self) -> View {
+        View {
+            is_unbatched: true,
+            ..self
+        }
     }
 
     /// Makes the changes of a batch, and empties it: they are first noted in the table, then rights are taken, and then given. Where it is cheaper,
@@ -183,6 +195,9 @@ impl View {
     /// # Panics
     /// If a page is outside of the region; if one is to be protected in a view that records writes.
     pub fn apply(&self, batch: &mut PageBatch) -> Result<Applied, Error> {
+        if self.is_unbatched {
+            return self.apply_page_by_page(batch);
+        }
         let mut pending = self.table.pending();
         for (page, change) in batch.take() {
             self.note(&mut pending, page, change);
@@ -198,6 +213,21 @@ impl View {
                 Call::Install(..) | Call::Unprotect(_) => applied.gives += 1,
             }
             self.carry_out(call)?;
+        }
+        Ok(applied)
+    }
+
+    fn apply_page_by_page(&self, batch: &mut PageBatch) -> Result<Applied, Error> {
+        let mut applied = Applied::default();
+        for (page, change) in batch.take() {
+            if !self.change(page, change)? {
+                continue;
+            }
+            applied.pages += 1;
+            match change {
+                Change::Protect | Change::Invalidate => applied.takes += 1,
+                Change::Unprotect | Change::Install(_) => applied.gives += 1,
+            }
         }
         Ok(applied)
     }

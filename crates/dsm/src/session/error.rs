@@ -128,6 +128,9 @@ pub enum Error {
     /// [`WAIT_VARIABLE`](super::WAIT_VARIABLE) has no such mode.
     #[error("RDMUX_DSM_WAIT={0}: give blocked, interrupted or running")]
     WaitMode(String),
+    /// [`BATCH_VARIABLE`](super::BATCH_VARIABLE) is neither.
+    #[error("RDMUX_DSM_BATCH={0}: give on or off")]
+    Batch(String),
     /// There are too many regions.
     #[error("there are already {REGIONS_MAX} regions")]
     TooManyRegions,

@@ -99,16 +99,23 @@ fn apply__gives_what_page_by_page_gives() {
         for (seed, costs) in seeds(40).zip(costs.into_iter().cycle()) {
             println!("seed {seed}");
             let mut random = ChaCha8Rng::seed_from_u64(seed);
-            let [batched, single] = [(); 2].map(|()| new_view(PAGES, engine, costs));
+            let [batched, single, unbatched] = [(); 3].map(|()| new_view(PAGES, engine, costs));
+            let unbatched = Arc::into_inner(unbatched).unwrap().unbatched();
             let mut batch = PageBatch::new();
             for _ in 0..20 {
+                let mut same = PageBatch::new();
                 for (page, change) in random_changes(&mut random, 0..PAGES) {
                     batch.add(page..page + 1, change);
+                    same.add(page..page + 1, change);
                     single.change(page, change).unwrap();
                 }
                 batched.apply(&mut batch).unwrap();
                 assert!(batch.is_empty());
+                let applied = unbatched.apply(&mut same).unwrap();
+                assert!(same.is_empty());
+                assert_eq!(applied.pages, applied.takes + applied.gives, "seed {seed}");
                 assert_eq!(states(&batched), states(&single), "seed {seed}");
+                assert_eq!(states(&unbatched), states(&single), "seed {seed}");
                 assert_eq!(rights(&batched), states(&batched), "seed {seed}");
                 assert_eq!(rights(&single), states(&single), "seed {seed}");
             }
