@@ -269,19 +269,38 @@ mod tests {
         assert!(Joining::parse(&[&bytes[..], &[0]].concat()).is_err());
     }
 
+    const HELLO: Hello = Hello {
+        version: 0x0102,
+        node: 0x0304_0506,
+        nodes: 0x0708_090a,
+        page_bytes: 0x0b0c_0d0e,
+        session: *b"sixteen bytes...",
+        ring: 0x1112_1314,
+    };
+
     #[test]
     fn hello__is_read_as_it_was_written_with_zeros_behind() {
-        let hello = Hello {
-            version: 0x0102,
-            node: 0x0304_0506,
-            nodes: 0x0708_090a,
-            page_bytes: 0x0b0c_0d0e,
-            session: *b"sixteen bytes...",
-            ring: 0x1112_1314,
-        };
-        let bytes = [&hello.emit()[..], &[0; 12]].concat();
-        assert_eq!(Hello::parse(&bytes), Ok(hello));
+        let bytes = [&HELLO.emit()[..], &[0; 12]].concat();
+        assert_eq!(Hello::parse(&bytes), Ok(HELLO));
         assert!(Hello::parse(&bytes[..HELLO_LEN - 1]).is_err());
         assert!(Hello::parse(&[0; 56]).is_err());
+    }
+
+    /// Tries all values of each byte: one of the magic makes it no greeting, a reserved one is not read, and any other one is written again.
+    #[test]
+    fn hello__with_another_byte_is_another_one_or_none() {
+        let bytes = HELLO.emit();
+        for (at, byte) in bytes.into_iter().enumerate() {
+            for value in (0..=u8::MAX).filter(|it| *it != byte) {
+                let mut changed = bytes;
+                changed[at] = value;
+                let hello = Hello::parse(&changed);
+                match at {
+                    0..8 => assert!(hello.is_err(), "byte {at}"),
+                    10..12 => assert_eq!(hello, Ok(HELLO)),
+                    _ => assert_eq!(hello.map(|it| it.emit()), Ok(changed)),
+                }
+            }
+        }
     }
 }

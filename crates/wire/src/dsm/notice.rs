@@ -115,6 +115,37 @@ mod tests {
     }
 
     #[test]
+    fn run__has_one_way_to_be_written() {
+        let run = Run {
+            first: 0xffff_fefe,
+            count: 0x0000_0101,
+        };
+        for at in 0..RUN_LEN {
+            for value in 0..=u8::MAX {
+                let mut changed = run.emit();
+                changed[at] = value;
+                if let Ok(run) = Run::parse(changed) {
+                    assert_eq!(run.emit(), changed);
+                    assert!(run.count > 0 && run.units().end <= u64::from(u32::MAX));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn header__is_read_from_its_bytes_alone() {
+        let mut bytes = [0xee; 2 * HEADER_LEN];
+        for at in 0..HEADER_LEN {
+            for value in 0..=u8::MAX {
+                bytes[at] = value;
+                let header = Header::parse(&bytes).unwrap();
+                let counts = [header.begun, header.ended].map(u64::to_le_bytes).concat();
+                assert_eq!(counts, bytes[..HEADER_LEN]);
+            }
+        }
+    }
+
+    #[test]
     fn header__is_two_numbers() {
         let mut bytes = [0; HEADER_LEN];
         (bytes[0], bytes[15]) = (1, 2);
