@@ -239,7 +239,8 @@ pub(crate) fn node_mux(input: &[u8]) {
     }
 }
 
-/// A message of the distributed shared memory, or a run of a log: there is one way to write each, so emitting gives back the input.
+/// What the nodes of a distributed shared memory send and read: messages of all kinds but those of synchronisation, a greeting, a frame, and the
+/// counts and runs of a log. There is one way to write each, so emitting gives back the input.
 pub(crate) fn dsm(input: &[u8]) {
     if let Ok(message) = dsm::Message::parse(input) {
         let mut bytes = [0xee; dsm::MESSAGE_LEN];
@@ -247,7 +248,31 @@ pub(crate) fn dsm(input: &[u8]) {
         assert_eq!(bytes, input);
     }
     if let Ok(message) = dsm::heap::Heap::parse(input) {
+        assert!(dsm::heap::Heap::has_kind(input[0]));
         assert_eq!(message.emit(), input);
+    }
+    if let Ok(message) = dsm::joining::Joining::parse(input) {
+        assert!(dsm::joining::Joining::has_kind(input[0]));
+        assert_eq!(message.emit(), input);
+    }
+    if let Ok(message) = dsm::membership::Membership::parse(input) {
+        assert!(dsm::membership::Membership::has_kind(input[0]));
+        assert_eq!(message.emit(), input);
+    }
+    if let Ok(hello) = dsm::joining::Hello::parse(input) {
+        let bytes = hello.emit();
+        assert_eq!(dsm::joining::Hello::parse(&bytes), Ok(hello));
+        // The reserved bytes behind the version are not read.
+        assert_eq!(bytes[..10], input[..10]);
+        assert_eq!(bytes[12..], input[12..dsm::joining::HELLO_LEN]);
+    }
+    if let Ok(frame) = dsm::frame::Frame::parse(input) {
+        assert_eq!(frame.emit(), input);
+        assert!(frame.message.is_none_or(|message| message[0] != 0));
+    }
+    if let Ok(header) = dsm::notice::Header::parse(input) {
+        let counts = [header.begun, header.ended].map(u64::to_le_bytes).concat();
+        assert_eq!(counts, input[..dsm::notice::HEADER_LEN]);
     }
     if let Some(bytes) = input.first_chunk()
         && let Ok(run) = dsm::notice::Run::parse(*bytes)
