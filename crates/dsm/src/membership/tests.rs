@@ -288,3 +288,70 @@ fn handle_message__of_wrong_epochs_and_nodes_is_refused() {
         }
     ));
 }
+
+fn message(kind: u32, node: NodeId, epoch: u64) -> Message {
+    match kind {
+        0 => Message::Suspect(node),
+        1 => Message::Expel { epoch, node },
+        2 => Message::Takeover { epoch },
+        3 => Message::Consent { epoch },
+        4 => Message::Probe,
+        _ => Message::Present,
+    }
+}
+
+/// Takes the actions of an event: messages go to connected nodes, a connection ends once and before its node leaves, and epochs are in order.
+fn check_actions(node: &mut Membership, connected: &mut BTreeSet<NodeId>, gone: &mut Vec<NodeId>) {
+    while let Some(action) = node.poll_action() {
+        match action {
+            Action::Send { to, message } => {
+                assert!(connected.contains(&to), "{message:?} to {to:?}");
+                assert_eq!(Message::parse(&message.emit()), Ok(message));
+            }
+            Action::Drop(other) => assert!(connected.remove(&other), "{other:?}"),
+            Action::Present(other) => assert!(connected.contains(&other), "{other:?}"),
+            Action::Gone { epoch, node: other } => {
+                assert!(!connected.contains(&other) && !gone.contains(&other));
+                gone.push(other);
+                assert_eq!(epoch, gone.len() as u64);
+            }
+        }
+    }
+    assert_eq!(node.epoch(), gone.len() as u64);
+}
+
+/// The other nodes send any messages. When all connections to them have failed, the node is alone, or it has left.
+#[test]
+fn handle_message__of_any_content_and_order_leaves_the_node_in_order() {
+    const NODES: u32 = 5;
+    for seed in 0..3000 {
+        println!("seed {seed}");
+        let dice = &mut ChaCha8Rng::seed_from_u64(seed);
+        let mut below = |end: u32| dice.next_u32() % end;
+        let own = id(below(NODES));
+        let others = (0..NODES).map(id).filter(|it| *it != own);
+        let mut node = Membership::new(own, others.clone());
+        let (mut connected, mut gone) = (others.clone().collect(), vec![]);
+        for _ in 0..below(60) {
+            // The last one never was a member.
+            let (from, of) = (id(below(NODES)), id(below(NODES + 1)));
+            let epoch = match below(8) {
+                0 => u64::MAX,
+                _ => (node.epoch() + u64::from(below(3))).saturating_sub(1),
+            };
+            let kind = below(7);
+            if kind == 6 {
+                node.handle_failed(of);
+            } else if from != own && !node.handle_message(from, message(kind, of, epoch)) {
+                node.handle_failed(from);
+            }
+            check_actions(&mut node, &mut connected, &mut gone);
+        }
+        for other in others {
+            node.handle_failed(other);
+            check_actions(&mut node, &mut connected, &mut gone);
+        }
+        assert_eq!(node.waits_for().next(), None);
+        assert!(node.members().all(|it| it == own));
+    }
+}
