@@ -21,7 +21,7 @@ const READS: usize = 2;
 /// Nodes of a program at most.
 const NODES: usize = 4;
 
-const TESTS: [Program; 12] = [
+const TESTS: [Program; 22] = [
     Program {
         name: "MP, release, acquire",
         threads: &[
@@ -74,9 +74,91 @@ const TESTS: [Program; 12] = [
         is_possible: false,
     },
     Program {
+        name: "R, release, acquire",
+        threads: &[
+            &[Write(X, 1), Release, Write(Y, 1), Release],
+            &[Write(Y, 2), Release, Acquire, Read(X)],
+        ],
+        outcome: &[0, 1, 2],
+        is_possible: false,
+    },
+    Program {
+        name: "R, release",
+        threads: &[
+            &[Write(X, 1), Release, Write(Y, 1), Release],
+            &[Write(Y, 2), Release, Read(X)],
+        ],
+        outcome: &[0, 1, 2],
+        is_possible: true,
+    },
+    Program {
+        name: "R, acquire",
+        threads: &[
+            &[Write(X, 1), Write(Y, 1), Release],
+            &[Write(Y, 2), Release, Acquire, Read(X)],
+        ],
+        outcome: &[0, 1, 2],
+        is_possible: true,
+    },
+    Program {
+        name: "S, release, acquire",
+        threads: &[
+            &[Write(X, 2), Release, Write(Y, 1), Release],
+            &[Acquire, Read(Y), Acquire, Write(X, 1), Release],
+        ],
+        outcome: &[1, 2, 1],
+        is_possible: false,
+    },
+    // The home has the first write before the second one begins, whatever the writer's copy has.
+    Program {
+        name: "S, release",
+        threads: &[
+            &[Write(X, 2), Release, Write(Y, 1), Release],
+            &[Acquire, Read(Y), Write(X, 1), Release],
+        ],
+        outcome: &[1, 2, 1],
+        is_possible: false,
+    },
+    Program {
+        name: "S, acquire",
+        threads: &[
+            &[Write(X, 2), Write(Y, 1), Release],
+            &[Acquire, Read(Y), Acquire, Write(X, 1), Release],
+        ],
+        outcome: &[1, 2, 1],
+        is_possible: true,
+    },
+    Program {
         name: "CoRR",
         threads: &[&[Write(X, 1), Release], &[Acquire, Read(X), Acquire, Read(X)]],
         outcome: &[1, 0],
+        is_possible: false,
+    },
+    Program {
+        name: "CoWW, release",
+        threads: &[&[Write(X, 1), Release, Write(X, 2), Release], &[Acquire, Read(X)]],
+        outcome: &[0, 1, 0],
+        is_possible: false,
+    },
+    Program {
+        name: "CoWW",
+        threads: &[&[Write(X, 1), Write(X, 2), Release], &[Read(X)]],
+        outcome: &[0, 1, 0],
+        is_possible: false,
+    },
+    Program {
+        name: "CoRW, release, acquire",
+        threads: &[
+            &[Acquire, Read(X), Acquire, Write(X, 1), Release],
+            &[Write(X, 2), Release],
+        ],
+        outcome: &[2, 2, 0],
+        is_possible: false,
+    },
+    Program {
+        name: "CoRW",
+        threads: &[&[Read(X), Write(X, 1)], &[Write(X, 2)]],
+        outcome: &[1, 1, 0],
         is_possible: false,
     },
     Program {
