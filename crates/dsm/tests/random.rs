@@ -2,15 +2,17 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod network;
+mod seeds;
 mod world;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rand_chacha::ChaCha8Rng;
-use rand_core::{RngCore, SeedableRng};
+use rand_core::SeedableRng;
 use rdmux_dsm::protocol::{Access, Body, Right};
 
+use seeds::below;
 use world::{Mishaps, Operation, Place, Step, World, id};
 
 const NODES: usize = 5;
@@ -18,17 +20,6 @@ const UNITS: usize = 20;
 const THREADS: usize = 10;
 /// Accesses of a run.
 const ACCESSES: usize = 1000;
-
-/// Set to the number of runs.
-const RUNS: &str = "RDMUX_DSM_RUNS";
-/// `./test sim` makes more, in release.
-const DEFAULT_RUNS: u64 = if cfg!(debug_assertions) { 100 } else { 1000 };
-/// Set to the seed of the only run.
-const SEED: &str = "RDMUX_DSM_SEED";
-
-fn below(dice: &mut ChaCha8Rng, end: usize) -> usize {
-    dice.next_u32() as usize % end
-}
 
 fn program(dice: &mut ChaCha8Rng, units: usize, writes: usize) -> Arc<[Operation]> {
     let operation = |_| match below(dice, 10) < writes {
@@ -196,18 +187,7 @@ fn hostile_node__spoils_only_units_that_it_has_a_part_in() {
     assert!(untouched > 0);
 }
 
-fn number(variable: &str) -> Option<u64> {
-    std::env::var(variable).ok().and_then(|it| it.parse().ok())
-}
-
 #[test]
 fn protocol__keeps_the_rules_in_random_runs() {
-    let seeds = match number(SEED) {
-        Some(seed) => seed..seed + 1,
-        None => 0..number(RUNS).unwrap_or(DEFAULT_RUNS),
-    };
-    println!("seeds {seeds:?}");
-    let runs = seeds.map(run);
-    let (steps, accesses) = runs.fold((0, 0), |sum, it| (sum.0 + it.0, sum.1 + it.1));
-    println!("{steps} steps, {accesses} accesses");
+    seeds::run_all(run, "accesses");
 }

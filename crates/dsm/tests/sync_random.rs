@@ -2,15 +2,17 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod network;
+mod seeds;
 mod sync_world;
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use rand_chacha::ChaCha8Rng;
-use rand_core::{RngCore, SeedableRng};
+use rand_core::SeedableRng;
 use rdmux_dsm::sync::{Body, Call, Mode, Operation, Refusal, THREADS_MAX};
 
+use seeds::below;
 use sync_world::{Act, Mishaps, Place, SPOILT, World, id};
 
 const NODES: usize = 5;
@@ -18,17 +20,6 @@ const THREADS: usize = 10;
 const LOCKS: usize = 6;
 /// Rounds of a run, each of which ends with all threads at a barrier.
 const ROUNDS: usize = 6;
-
-/// Set to the number of runs.
-const RUNS: &str = "RDMUX_DSM_RUNS";
-/// `./test sim` makes more, in release.
-const DEFAULT_RUNS: u64 = if cfg!(debug_assertions) { 100 } else { 1000 };
-/// Set to the seed of the only run.
-const SEED: &str = "RDMUX_DSM_SEED";
-
-fn below(dice: &mut ChaCha8Rng, end: usize) -> usize {
-    dice.next_u32() as usize % end
-}
 
 /// Returns acts in which a lock is held.
 fn section(object: u64, mode: Mode, inside: &[Act]) -> Vec<Act> {
@@ -214,18 +205,7 @@ fn hostile_node__spoils_only_objects_that_it_uses() {
     assert!(successes > 0);
 }
 
-fn number(variable: &str) -> Option<u64> {
-    std::env::var(variable).ok().and_then(|it| it.parse().ok())
-}
-
 #[test]
 fn sync__keeps_the_rules_in_random_runs() {
-    let seeds = match number(SEED) {
-        Some(seed) => seed..seed + 1,
-        None => 0..number(RUNS).unwrap_or(DEFAULT_RUNS),
-    };
-    println!("seeds {seeds:?}");
-    let runs = seeds.map(run);
-    let (steps, calls) = runs.fold((0, 0), |sum, it| (sum.0 + it.0, sum.1 + it.1));
-    println!("{steps} steps, {calls} calls");
+    seeds::run_all(run, "calls");
 }

@@ -1,4 +1,5 @@
-//! All states of small worlds with release consistency: nodes with real state machines, and memory, messages and reads of a model.
+//! Worlds with release consistency: nodes with real state machines, and memory, messages and reads of a model. All states of small ones, and random
+//! runs of larger ones.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
 mod turn;
@@ -31,12 +32,16 @@ pub(crate) enum Op {
 
 /// Programs, each of a thread at a site, and what happens to them.
 #[derive(Clone, Debug)]
-pub(crate) struct Worlds {
+pub(crate) struct Worlds<'a> {
     pub(crate) name: &'static str,
     pub(crate) sites: usize,
     /// Site of the home of each unit.
-    pub(crate) homes: &'static [usize],
-    pub(crate) threads: &'static [(usize, &'static [Op])],
+    pub(crate) homes: &'a [usize],
+    pub(crate) threads: &'a [(usize, &'a [Op])],
+    /// Locks that the programs use.
+    pub(crate) locks: usize,
+    /// Marks words that have data races, those of each unit in turn. The words after the last mark have none.
+    pub(crate) racy: &'a [bool],
     /// Flushes that a home carries out at a time.
     pub(crate) slots: usize,
     /// Units of a flush at most.
@@ -55,6 +60,17 @@ pub(crate) struct Worlds {
 pub(crate) struct Checked {
     pub(crate) states: usize,
     /// A rule that was broken, with the steps before.
+    pub(crate) broken: Option<String>,
+}
+
+/// Steps of a random run at most, many times what one takes.
+const STEPS_MAX: usize = 1_000_000;
+
+pub(crate) struct Played {
+    pub(crate) steps: usize,
+    /// Steps of programs that have ended.
+    pub(crate) operations: usize,
+    /// A rule that was broken.
     pub(crate) broken: Option<String>,
 }
 
@@ -180,7 +196,7 @@ fn site(node: NodeId) -> usize {
     node.number() as usize
 }
 
-impl Worlds {
+impl Worlds<'_> {
     /// Visits all states. Ends with the first rule that is broken.
     pub(crate) fn check(&self) -> Checked {
         #[cfg(feature = "mutants")]
@@ -229,6 +245,39 @@ impl Worlds {
         }
     }
 
+    /// Takes steps at random until there is none, or a rule is broken. A function returns a number below the one that it gets. At the end all programs
+    /// have to have released what they have written.
+    pub(crate) fn play(&self, mut below: impl FnMut(usize) -> usize) -> Played {
+        let mut world = self.first();
+        let mut count = 0;
+        let broken = loop {
+            let mut steps = world.steps(self);
+            // Otherwise both would come early in each run.
+            let (may_crash, may_double) = (below(20) == 0, below(8) == 0);
+            steps.retain(|it| match it {
+                Step::Crash => may_crash,
+                Step::Duplicate(_) => may_double,
+                _ => true,
+            });
+            if steps.is_empty() {
+                break world.stuck(self, &steps).or_else(|| world.spoilt(self));
+            }
+            if count == STEPS_MAX {
+                break Some("it does not end".to_owned());
+            }
+            count += 1;
+            let step = &steps[below(steps.len())];
+            if let Err(broken) = world.take(self, step) {
+                break Some(broken);
+            }
+        };
+        Played {
+            steps: count,
+            operations: world.threads.iter().map(|it| it.at).sum(),
+            broken: broken.map(|it| format!("{it} after {count} steps")),
+        }
+    }
+
     fn first(&self) -> World {
         let units = self.homes.len();
         let ranges: Vec<(u64, NodeId)> = (0..)
@@ -267,7 +316,7 @@ impl Worlds {
             sites: (0..self.sites).map(make).collect(),
             threads: self.threads.iter().map(thread).collect(),
             network: vec![],
-            locks: vec![Lock::default(); 2],
+            locks: vec![Lock::default(); self.locks],
             arrived: 0,
             duplicates: self.duplicates,
             has_crashed: false,
@@ -277,7 +326,7 @@ impl Worlds {
 }
 
 impl World {
-    fn steps(&self, worlds: &Worlds) -> Vec<Step> {
+    fn steps(&self, worlds: &Worlds<'_>) -> Vec<Step> {
         let mut steps: Vec<Step> = (0..self.threads.len())
             .filter(|it| self.can_go_on(worlds, *it))
             .map(Step::Thread)
@@ -315,7 +364,7 @@ impl World {
     }
 
     /// Returns what is wrong if nothing can happen any more.
-    fn stuck(&self, worlds: &Worlds, steps: &[Step]) -> Option<String> {
+    fn stuck(&self, worlds: &Worlds<'_>, steps: &[Step]) -> Option<String> {
         if !steps.is_empty() {
             return None;
         }
@@ -324,7 +373,23 @@ impl World {
         waiting.map(|(number, thread)| format!("thread {number} waits for ever: {thread:?}"))
     }
 
-    fn can_go_on(&self, worlds: &Worlds, number: usize) -> bool {
+    /// Returns what is wrong with the frames of the homes after all that was written has been released.
+    fn spoilt(&self, worlds: &Worlds<'_>) -> Option<String> {
+        let is_up = |unit: &usize| self.sites[worlds.homes[*unit]].is_up;
+        for unit in (0..worlds.homes.len()).filter(is_up) {
+            let frame = &self.sites[worlds.homes[unit]].frames[unit];
+            for (word, (value, allowed)) in frame.iter().zip(&self.allowed[unit]).enumerate() {
+                if !allowed.contains(value) {
+                    return Some(format!(
+                        "the home has {value} in word {word} of unit {unit}, not {allowed:?}"
+                    ));
+                }
+            }
+        }
+        None
+    }
+
+    fn can_go_on(&self, worlds: &Worlds<'_>, number: usize) -> bool {
         let thread = &self.threads[number];
         let Some(op) = worlds.threads[number].1.get(thread.at) else {
             return false;
@@ -346,7 +411,7 @@ impl World {
         }
     }
 
-    fn take(&mut self, worlds: &Worlds, step: &Step) -> Result<(), String> {
+    fn take(&mut self, worlds: &Worlds<'_>, step: &Step) -> Result<(), String> {
         match *step {
             Step::Thread(number) => self.go_on(worlds, number)?,
             Step::Message(index) => {
@@ -404,7 +469,7 @@ impl World {
     }
 
     /// Ends the reads of a node that is gone.
-    fn end_tasks(&mut self, worlds: &Worlds, number: usize, gone: usize) -> Result<(), String> {
+    fn end_tasks(&mut self, worlds: &Worlds<'_>, number: usize, gone: usize) -> Result<(), String> {
         let (ended, left): (Vec<Task>, Vec<Task>) = std::mem::take(&mut self.sites[number].tasks)
             .into_iter()
             .partition(|task| task.from(worlds) == gone);
@@ -428,7 +493,7 @@ impl World {
     }
 
     /// Has a read find something, or ends it if it has.
-    fn read(&mut self, worlds: &Worlds, number: usize, task: usize) -> Result<(), String> {
+    fn read(&mut self, worlds: &Worlds<'_>, number: usize, task: usize) -> Result<(), String> {
         let task = self.sites[number].tasks.remove(task);
         let source = &self.sites[task.from(worlds)];
         if !source.is_up && task.is_lost() {
@@ -536,7 +601,7 @@ impl World {
     }
 
     /// Has the node hear that a read has landed, now or later.
-    fn landed(&mut self, worlds: &Worlds, number: usize, from: usize, end: End) -> Result<(), String> {
+    fn landed(&mut self, worlds: &Worlds<'_>, number: usize, from: usize, end: End) -> Result<(), String> {
         let site = &mut self.sites[number];
         if worlds.delays {
             site.tasks.push(Task::Ended { from, end });
@@ -546,7 +611,7 @@ impl World {
         self.took(worlds, number)
     }
 
-    fn go_on(&mut self, worlds: &Worlds, number: usize) -> Result<(), String> {
+    fn go_on(&mut self, worlds: &Worlds<'_>, number: usize) -> Result<(), String> {
         let (at, stage) = (self.threads[number].at, self.threads[number].stage);
         let here = self.threads[number].site;
         let op = worlds.threads[number].1[at];
@@ -576,8 +641,12 @@ impl World {
                     return self.faulted(worlds, number);
                 }
                 site.frames[unit][word] = value;
-                let before = std::mem::replace(&mut self.allowed[unit][word], BTreeSet::from([value]));
-                if worlds.crash.is_some() {
+                let allowed = &mut self.allowed[unit][word];
+                let before = std::mem::replace(allowed, BTreeSet::from([value]));
+                if worlds.racy.get(unit * WORDS + word) == Some(&true) {
+                    // A read may return either.
+                    allowed.extend(before);
+                } else if worlds.crash.is_some() {
                     self.threads[number].unreleased.push((unit, word, before));
                 }
                 None
@@ -666,7 +735,7 @@ impl Site {
 
 impl Task {
     /// Returns the site that is read from.
-    fn from(&self, worlds: &Worlds) -> usize {
+    fn from(&self, worlds: &Worlds<'_>) -> usize {
         match *self {
             Task::Pull { unit, .. } => worlds.homes[unit],
             Task::Fetch { from, .. }
@@ -697,11 +766,12 @@ impl Task {
     }
 }
 
-const fn world(
+/// Returns programs whose nodes have much room, and to which nothing happens.
+pub(crate) const fn world<'a>(
     name: &'static str,
-    homes: &'static [usize],
-    threads: &'static [(usize, &'static [Op])],
-) -> Worlds {
+    homes: &'a [usize],
+    threads: &'a [(usize, &'a [Op])],
+) -> Worlds<'a> {
     let mut sites = 0;
     let mut index = 0;
     while index < threads.len() {
@@ -715,6 +785,8 @@ const fn world(
         sites,
         homes,
         threads,
+        locks: 2,
+        racy: &[],
         slots: 4,
         run_max: 2,
         log: 8,
@@ -726,8 +798,8 @@ const fn world(
     }
 }
 
-/// Worlds of a test run.
-pub(crate) const SMALL: &[Worlds] = &[
+/// Worlds of which a test visits all states.
+pub(crate) const SMALL: &[Worlds<'static>] = &[
     Worlds {
         duplicates: 1,
         ..world(

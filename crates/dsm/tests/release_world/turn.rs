@@ -70,7 +70,7 @@ impl Turn {
     }
 
     /// Returns whether the news may be taken that a site is gone. At its loss only the coordinator, or who is alone, knows that at once.
-    pub(super) fn takes_news(&self, worlds: &Worlds, number: usize) -> bool {
+    pub(super) fn takes_news(&self, worlds: &Worlds<'_>, number: usize) -> bool {
         self.takes_ends() || self.has_failed() && (number == 0 || worlds.sites == 2)
     }
 
@@ -131,7 +131,7 @@ impl Turn {
 
 impl World {
     /// Carries out what a site's node has decided upon a message, the end of a read, or the end of a site; in a world with delays later.
-    pub(super) fn took(&mut self, worlds: &Worlds, number: usize) -> Result<(), String> {
+    pub(super) fn took(&mut self, worlds: &Worlds<'_>, number: usize) -> Result<(), String> {
         let phase = match &self.sites[number].turn.phase {
             Phase::Idle => Phase::Taking,
             others => others.clone(),
@@ -140,7 +140,7 @@ impl World {
     }
 
     /// The same upon the fault of a thread.
-    pub(super) fn faulted(&mut self, worlds: &Worlds, thread: usize) -> Result<(), String> {
+    pub(super) fn faulted(&mut self, worlds: &Worlds<'_>, thread: usize) -> Result<(), String> {
         let number = self.threads[thread].site;
         let mut threads = match &self.sites[number].turn.phase {
             Phase::Faulting(threads) => threads.clone(),
@@ -152,7 +152,7 @@ impl World {
     }
 
     /// The same upon the begin of a release or an acquire: nothing else is taken before its actions are carried out.
-    pub(super) fn began(&mut self, worlds: &Worlds, number: usize) -> Result<(), String> {
+    pub(super) fn began(&mut self, worlds: &Worlds<'_>, number: usize) -> Result<(), String> {
         let phase = match &self.sites[number].turn.phase {
             Phase::Idle => Phase::Acting { has_failed: false },
             // It was an access, of which the node does not hear.
@@ -161,7 +161,7 @@ impl World {
         self.decided(worlds, number, phase)
     }
 
-    fn decided(&mut self, worlds: &Worlds, number: usize, phase: Phase) -> Result<(), String> {
+    fn decided(&mut self, worlds: &Worlds<'_>, number: usize, phase: Phase) -> Result<(), String> {
         self.sites[number].turn.phase = phase;
         self.sites[number].hear();
         while !worlds.delays && !self.sites[number].turn.is_idle() {
@@ -171,7 +171,7 @@ impl World {
     }
 
     /// Carries out one action of a site.
-    pub(super) fn act(&mut self, worlds: &Worlds, number: usize, choice: usize) -> Result<(), String> {
+    pub(super) fn act(&mut self, worlds: &Worlds<'_>, number: usize, choice: usize) -> Result<(), String> {
         let mut has_failed = false;
         if let Some(action) = self.sites[number].turn.next(choice) {
             if let Some(with) = action_with(worlds, &action) {
@@ -185,7 +185,7 @@ impl World {
         Ok(())
     }
 
-    fn carry_out(&mut self, worlds: &Worlds, number: usize, action: Action) -> Result<(), String> {
+    fn carry_out(&mut self, worlds: &Worlds<'_>, number: usize, action: Action) -> Result<(), String> {
         let site = &mut self.sites[number];
         match action {
             Action::Send { to, message } => self.network.push((id(number), to, message)),
@@ -238,7 +238,7 @@ impl World {
     }
 
     /// Begins a read, which ends at once without a connection.
-    fn begin_read(&mut self, worlds: &Worlds, number: usize, task: Task) {
+    fn begin_read(&mut self, worlds: &Worlds<'_>, number: usize, task: Task) {
         let is_gone = !self.sites[task.from(worlds)].is_up && self.sites[number].epoch > 0;
         let site = &mut self.sites[number];
         match is_gone {
@@ -249,7 +249,7 @@ impl World {
 }
 
 /// Returns the site that an action sends to or reads from.
-fn action_with(worlds: &Worlds, action: &Action) -> Option<usize> {
+fn action_with(worlds: &Worlds<'_>, action: &Action) -> Option<usize> {
     match action {
         Action::Send { to, .. } => Some(site(*to)),
         Action::Pull { unit, .. } => Some(worlds.homes[*unit as usize]),
