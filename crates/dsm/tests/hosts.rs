@@ -11,7 +11,8 @@ use std::num::NonZeroU32;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::{LONG, MODES, Node, command, named, part, wait_for};
+use common::holds::leave;
+use common::{LONG, MODES, Node, command, part, wait_for};
 use rdmux_dsm::{Cluster, Error, RegionOptions, Session};
 use rdmux_key::Key;
 
@@ -22,62 +23,6 @@ const LEASE: Duration = Duration::from_secs(5);
 const LINK: &str = "ip link set lo up && ip link add v0 type veth peer name v1 && ip addr add 10.33.0.1/24 dev v0 && ip link set v0 up";
 
 const FILE: &str = "nodes = ['10.33.0.1:7180', '10.33.0.2:7180']\nlease = 5.0";
-
-/// Things that a process holds: kinds of its descriptors, its threads, and mappings of files in memory.
-#[derive(Debug)]
-struct Holds {
-    descriptors: Vec<String>,
-    threads: Vec<String>,
-    mappings: usize,
-}
-
-impl Holds {
-    fn now() -> Holds {
-        let list = |folder: &str, read: &dyn Fn(std::path::PathBuf) -> Option<String>| {
-            let entries = std::fs::read_dir(folder).unwrap();
-            let mut all: Vec<String> = entries.filter_map(|it| read(it.ok()?.path())).collect();
-            all.sort();
-            all
-        };
-        // Numbers of sockets are new for each.
-        let kind = |target: String| target.split('[').next().map(str::to_owned);
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        Holds {
-            descriptors: list("/proc/self/fd", &|path| {
-                kind(std::fs::read_link(path).ok()?.to_str()?.to_owned())
-            }),
-            threads: list("/proc/self/task", &|path| {
-                std::fs::read_to_string(path.join("comm")).ok()
-            }),
-            mappings: maps.lines().filter(|line| line.contains("memfd:")).count(),
-        }
-    }
-
-    /// Returns whether another one has all of this. It may have more: threads that other parts of the library have left end when they have been idle.
-    fn is_within(&self, other: &Holds) -> bool {
-        let is_part = |of: &[String], all: &[String]| {
-            let count = |list: &[String], kind: &String| list.iter().filter(|it| *it == kind).count();
-            of.iter().all(|kind| count(of, kind) <= count(all, kind))
-        };
-        is_part(&self.descriptors, &other.descriptors)
-            && is_part(&self.threads, &other.threads)
-            && self.mappings <= other.mappings
-    }
-
-    /// Waits until the process holds no more than that.
-    fn wait(&self) {
-        let deadline = Instant::now() + LONG;
-        while !Holds::now().is_within(self) {
-            assert!(
-                Instant::now() < deadline,
-                "{:#?} instead of {self:#?}",
-                Holds::now()
-            );
-            // A look at the condition again and again: the system does not report the end of a thread.
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-}
 
 /// Joins a cluster, and uses its memory for some rounds, or until a node is missing. Returns the error then. Says when a round ends that began once a file
 /// was there.
@@ -114,19 +59,9 @@ fn use_memory(cluster: Cluster, rounds: u64, sign: &Path) -> Result<(), Error> {
 
 #[test]
 fn node() {
-    let Some(sign) = part() else {
-        return;
-    };
-    let sign = Path::new(&sign);
-    rdmux_soft::register();
-    // The things that the first use of the library leaves for good is no leak.
-    let alone = Cluster::on_this_host([127, 0, 0, 1].into(), 1).unwrap().remove(0);
-    use_memory(alone, 3, sign).unwrap();
-    let before = Holds::now();
-    let error = use_memory(Cluster::of_environment().unwrap(), u64::MAX, sign).unwrap_err();
-    println!("@ misses {}: {error}", named(&error));
-    before.wait();
-    println!("@ left");
+    if let Some(sign) = part() {
+        leave(|cluster, rounds| use_memory(cluster, rounds, Path::new(&sign)));
+    }
 }
 
 /// The part of the test below that is in a network namespace.

@@ -1,6 +1,8 @@
 //! Nodes as processes: a test starts its own program once for each node, with the name of what the node does.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
+pub(crate) mod holds;
+
 use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr};
 use std::num::NonZeroU32;
@@ -136,10 +138,19 @@ pub(crate) fn in_threads(numbers: Range<u16>, work: impl Fn(u16) + Sync) {
 
 /// Waits until each of some nodes has printed a text.
 pub(crate) fn wait_for<'a>(nodes: impl IntoIterator<Item = &'a mut Node>, text: &str) {
+    wait_until(nodes, text, |printed| printed.contains(text));
+}
+
+/// Waits until a function holds for what each of some nodes has printed. `what` names it to a reader of the test's output.
+pub(crate) fn wait_until<'a>(
+    nodes: impl IntoIterator<Item = &'a mut Node>,
+    what: &str,
+    is_met: impl Fn(&str) -> bool,
+) {
     let deadline = Instant::now() + LONG;
     for node in nodes {
-        while !node.printed().contains(text) {
-            assert!(Instant::now() < deadline, "no {text:?}: {}", node.printed());
+        while !is_met(&node.printed()) {
+            assert!(Instant::now() < deadline, "no {what:?}: {}", node.printed());
             // A look at the condition again and again: a file does not report that it has grown.
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -151,6 +162,19 @@ pub(crate) fn rounds(node: &mut Node) -> usize {
     let text = node.printed();
     assert!(!text.contains("panicked"), "{text}");
     text.matches("@ round").count()
+}
+
+/// Waits until nodes have gone on for some rounds.
+pub(crate) fn go_on(nodes: &mut [Node]) {
+    let before: Vec<usize> = nodes.iter_mut().map(rounds).collect();
+    let deadline = Instant::now() + LONG;
+    for (node, before) in nodes.iter_mut().zip(before) {
+        while rounds(node) < before + 2 {
+            assert!(Instant::now() < deadline, "{}", node.printed());
+            // A look at the condition again and again: a file does not report that it has grown.
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
 }
 
 /// Returns the node that an error names.

@@ -11,7 +11,9 @@ mod releases;
 
 use std::time::{Duration, Instant};
 
-use common::{LONG, MODES, Node, clusters, command, named, part, rounds, run_as_node, start, wait_for};
+use common::{
+    LONG, MODES, Node, clusters, command, go_on, named, part, rounds, run_as_node, start, wait_for,
+};
 use played::Played;
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
@@ -102,19 +104,6 @@ fn missed(error: &Error) -> u32 {
     match error {
         Error::Differs { node, .. } => *node,
         other => named(other),
-    }
-}
-
-/// Waits until nodes have gone on for some rounds.
-fn go_on(nodes: &mut [Node]) {
-    let before: Vec<usize> = nodes.iter_mut().map(rounds).collect();
-    let deadline = Instant::now() + LONG;
-    for (node, before) in nodes.iter_mut().zip(before) {
-        while rounds(node) < before + 2 {
-            assert!(Instant::now() < deadline, "{}", node.printed());
-            // A look at the condition again and again: a file does not report that it has grown.
-            std::thread::sleep(Duration::from_millis(5));
-        }
     }
 }
 

@@ -190,6 +190,12 @@ impl Played {
     /// Joins a cluster as the node that it describes.
     pub(crate) fn join(cluster: &Cluster) -> Played {
         let (own, nodes) = (cluster.own().number(), cluster.nodes().count() as u32);
+        Played::join_some(cluster, nodes - own - 1)
+    }
+
+    /// Connects to all nodes of lower numbers, and waits for so many of the others. It has no part in the cluster unless these are all.
+    pub(crate) fn join_some(cluster: &Cluster, higher: u32) -> Played {
+        let (own, nodes) = (cluster.own().number(), cluster.nodes().count() as u32);
         let device = Device::open(address(cluster, own).ip()).unwrap();
         let pd = device.alloc_pd().unwrap();
         let cq = device.create_cq(4 * REQUESTS * nodes).unwrap();
@@ -214,7 +220,7 @@ impl Played {
                 std::thread::sleep(Duration::from_millis(20));
             }
         }
-        for _ in own + 1..nodes {
+        for _ in 0..higher {
             let request = listener.accept(LONG).expect("a node that connects");
             let theirs = Hello::parse(request.private_data()).unwrap();
             let prepared = prepare(&pd, &cq, theirs.node);

@@ -1,0 +1,75 @@
+//! Things that a process holds, before it uses the library and after that.
+
+use std::time::Instant;
+
+use rdmux_dsm::{Cluster, Error};
+
+use super::{LONG, clusters, named};
+
+/// Things that a process holds: kinds of its descriptors, its threads, and mappings of files in memory.
+#[derive(Debug)]
+pub(crate) struct Holds {
+    descriptors: Vec<String>,
+    threads: Vec<String>,
+    mappings: usize,
+}
+
+impl Holds {
+    pub(crate) fn now() -> Holds {
+        let list = |folder: &str, read: &dyn Fn(std::path::PathBuf) -> Option<String>| {
+            let entries = std::fs::read_dir(folder).unwrap();
+            let mut all: Vec<String> = entries.filter_map(|it| read(it.ok()?.path())).collect();
+            all.sort();
+            all
+        };
+        // Numbers of sockets are new for each.
+        let kind = |target: String| target.split('[').next().map(str::to_owned);
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        Holds {
+            descriptors: list("/proc/self/fd", &|path| {
+                kind(std::fs::read_link(path).ok()?.to_str()?.to_owned())
+            }),
+            threads: list("/proc/self/task", &|path| {
+                std::fs::read_to_string(path.join("comm")).ok()
+            }),
+            mappings: maps.lines().filter(|line| line.contains("memfd:")).count(),
+        }
+    }
+
+    /// Returns whether another one has all of this. It may have more: threads that other parts of the library have left end when they have been idle.
+    fn is_within(&self, other: &Holds) -> bool {
+        let is_part = |of: &[String], all: &[String]| {
+            let count = |list: &[String], kind: &String| list.iter().filter(|it| *it == kind).count();
+            of.iter().all(|kind| count(of, kind) <= count(all, kind))
+        };
+        is_part(&self.descriptors, &other.descriptors)
+            && is_part(&self.threads, &other.threads)
+            && self.mappings <= other.mappings
+    }
+
+    /// Waits until the process holds no more than that.
+    pub(crate) fn wait(&self) {
+        let deadline = Instant::now() + LONG;
+        while !Holds::now().is_within(self) {
+            assert!(
+                Instant::now() < deadline,
+                "{:#?} instead of {self:#?}",
+                Holds::now()
+            );
+            // A look at the condition again and again: the system does not report the end of a thread.
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// Has this process use the memory of a cluster of its own for some rounds, and then of the one of its environment until a node is missing. Tells the
+/// error, and that the process holds no more than between the two.
+pub(crate) fn leave(use_memory: impl Fn(Cluster, u64) -> Result<(), Error>) {
+    // The things that the first use of the library leaves for good is no leak.
+    use_memory(clusters(1, LONG).remove(0), 3).unwrap();
+    let before = Holds::now();
+    let error = use_memory(Cluster::of_environment().unwrap(), u64::MAX).unwrap_err();
+    println!("@ misses {}: {error}", named(&error));
+    before.wait();
+    println!("@ left");
+}
