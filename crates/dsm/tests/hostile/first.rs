@@ -190,7 +190,7 @@ fn hostile__first_node_that_does_not_answer_is_absent_in_time() {
 }
 
 /// Returns what a correct first node offers: a region of an address, with the other settings of the nodes of a program.
-fn offer(program: &str) -> Step {
+pub(super) fn offer(program: &str) -> Step {
     let clusters = clusters(2, LONG);
     let _first = Node::start(command(&[], program, &clusters[0], FaultMode::Inline));
     let mut second = Played::join(&clusters[1]);
@@ -206,7 +206,7 @@ fn offer(program: &str) -> Step {
 }
 
 /// Returns an offer whose address, pages or digest are changed.
-fn changed(offer: Step, change: impl FnOnce(&mut [u64; 3])) -> Step {
+pub(super) fn changed(offer: Step, change: impl FnOnce(&mut [u64; 3])) -> Step {
     match offer {
         Step::Propose {
             address,

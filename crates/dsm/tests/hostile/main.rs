@@ -8,6 +8,7 @@ mod first;
 #[path = "../played/mod.rs"]
 mod played;
 mod releases;
+mod taken;
 
 use std::time::{Duration, Instant};
 
@@ -38,6 +39,7 @@ fn node() {
             ("bystander", bystander),
             ("releaser", releaser),
             ("follower", follower),
+            ("crowded", taken::crowded),
             ("pair", releases::pair),
         ]),
     }

@@ -436,22 +436,51 @@ impl Played {
 
     /// Does that with a region of a number, and the key of the memory with its twins and log.
     pub(crate) fn make(&mut self, region: u32, shadow: u32) -> u64 {
-        let offer = self.receive(0, |message| match step_of(message, region)? {
-            Step::Propose { pages, .. } => Some(pages),
+        let (_, pages) = self.wait_for_offer(0, region);
+        self.end_making(0, region, shadow);
+        pages
+    }
+
+    /// Takes part in making region 0, as a node that is not the first and where the addresses of the first attempts are taken. Returns all addresses
+    /// that were offered.
+    pub(crate) fn make_after(&mut self, taken: u32) -> Vec<u64> {
+        let mut offered = Vec::new();
+        for attempt in 0..taken {
+            offered.push(self.wait_for_offer(attempt, 0).0);
+            self.tell_all_of(attempt, 0, Step::Taken);
+        }
+        offered.push(self.wait_for_offer(taken, 0).0);
+        self.end_making(taken, 0, 0);
+        offered
+    }
+
+    /// Returns address and pages of an offer.
+    fn wait_for_offer(&mut self, attempt: u32, region: u32) -> (u64, u64) {
+        let offer = self.receive(0, |message| match step_at(message, region, attempt)? {
+            Step::Propose { address, pages, .. } => Some((address, pages)),
             _ => None,
-        });
-        self.map(region, shadow);
-        self.receive(0, |message| {
-            (step_of(message, region)? == Step::Agreed).then_some(())
         });
         offer.expect("an offer")
     }
 
+    /// Maps a region in an attempt, and waits until all have.
+    fn end_making(&mut self, attempt: u32, region: u32, shadow: u32) {
+        self.map(attempt, region, shadow);
+        self.receive(0, |message| {
+            (step_at(message, region, attempt)? == Step::Agreed).then_some(())
+        });
+    }
+
     /// Makes a region as the first node, at an address that the others have free.
     pub(crate) fn lead(&mut self, region: u32, offer: Step) {
-        self.tell_all(region, offer);
-        self.map(region, 0);
-        self.tell_all(region, Step::Agreed);
+        self.lead_in(0, region, offer);
+    }
+
+    /// Does that in an attempt.
+    pub(crate) fn lead_in(&mut self, attempt: u32, region: u32, offer: Step) {
+        self.tell_all_of(attempt, region, offer);
+        self.map(attempt, region, 0);
+        self.tell_all_of(attempt, region, Step::Agreed);
     }
 
     /// Tells all others the first attempt's step of making a region.
@@ -471,12 +500,12 @@ impl Played {
             .for_each(|node| self.send(node, message.emit()));
     }
 
-    /// Tells all others that this node has mapped a region, and learns their keys.
-    fn map(&mut self, region: u32, shadow: u32) {
+    /// Tells all others that this node has mapped a region in an attempt, and learns their keys.
+    fn map(&mut self, attempt: u32, region: u32, shadow: u32) {
         let key = self.region.rkey().0;
-        self.tell_all(region, Step::Mapped { key, shadow });
+        self.tell_all_of(attempt, region, Step::Mapped { key, shadow });
         for node in self.others() {
-            let key = self.receive(node, |message| match step_of(message, region)? {
+            let key = self.receive(node, |message| match step_at(message, region, attempt)? {
                 Step::Mapped { key, .. } => Some(key),
                 _ => None,
             });
@@ -489,4 +518,11 @@ impl Played {
 pub(crate) fn step_of(message: &Message, region: u32) -> Option<Step> {
     let joining = Joining::parse(message).ok()?;
     (joining.region == region).then_some(joining.step)
+}
+
+/// Does that if it is about one attempt.
+pub(crate) fn step_at(message: &Message, region: u32, attempt: u32) -> Option<Step> {
+    let joining = Joining::parse(message).ok()?;
+    (joining.attempt == attempt).then_some(())?;
+    step_of(message, region)
 }
