@@ -22,6 +22,7 @@ fn node() {
         ("gathered", gathered),
         ("queue", queue),
         ("ranges", ranges),
+        ("many", many),
     ]);
 }
 
@@ -204,6 +205,32 @@ fn acquire__of_many_pages_and_prefetch_read_each_once() {
     for mode in MODES {
         run("ranges", 2, mode);
     }
+}
+
+/// Each node reads a page that the last one has written, whose home is the last one or another, and has a part in a sum.
+fn many(session: &Session) {
+    let last = session.nodes() - 1;
+    let region = region(session, session.nodes() as usize);
+    let mut thread = session.thread(0).unwrap();
+    let pages = [last as usize, 1].map(|page| region.array::<u64>((page * PAGE) as u64, PAGE / 8));
+    if session.node() == last {
+        for words in &pages {
+            (0..words.len()).for_each(|at| words.set(at, at as u64 * 3));
+        }
+    }
+    thread.barrier(0, all(session, 1)).unwrap();
+    for words in &pages {
+        assert!((0..words.len()).all(|at| words.get(at) == at as u64 * 3));
+    }
+    let sum = thread.sum(1, all(session, 1), f64::from(session.node())).unwrap();
+    assert_eq!(sum, (0..=last).map(f64::from).sum::<f64>());
+    thread.barrier(2, all(session, 1)).unwrap();
+}
+
+/// Sets of more than 64 nodes are stored apart, and a device has shared memory with no more than 64 others.
+#[test]
+fn nodes__more_than_64_of_one_host() {
+    run("many", 70, MODES[0]);
 }
 
 /// Packets between nodes, on a network without and with faults: some of each kind for each packet of a round trip.

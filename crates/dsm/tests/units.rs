@@ -2,13 +2,18 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+#[path = "../../skip.rs"]
+mod skip;
 
 use std::num::NonZeroU32;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::Ordering;
 
 use common::{MODES, in_threads, named, run, run_as_node};
-use rdmux_dsm::{Access, Array, Consistency, Error, Placement, Region, RegionOptions, Session, Thread};
+use rdmux_dsm::{
+    Access, Array, Consistency, Error, FaultMode, Placement, Region, RegionOptions, Session, Thread,
+};
+use skip::skip;
 
 const PAGE: u64 = 4096;
 
@@ -20,6 +25,7 @@ fn node() {
         ("copied", copied),
         ("contended", contended),
         ("released", released),
+        ("alternating", alternating),
         ("dies", dies),
         ("wrong", wrong),
         ("unequal", unequal),
@@ -312,6 +318,49 @@ fn dies(session: &Session) {
 fn region__loses_with_a_node_the_unit_alone_that_it_had() {
     for mode in MODES {
         run("dies", 2, mode);
+    }
+}
+
+/// Returns a number of pages that is above that of the mappings a process may have.
+fn more_than_mappings() -> u64 {
+    let most = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap();
+    most.trim().parse::<u64>().unwrap() + 1000
+}
+
+/// Every second page can be read, and every fourth one written, too; the others are never touched.
+fn alternating(session: &Session) {
+    let pages = more_than_mappings();
+    let region = region(session, pages * PAGE, PAGE);
+    let word = |page: u64| region.array::<u64>(page * PAGE, 1);
+    let value = |page: u64| if page.is_multiple_of(4) { page + 1 } else { 0 };
+    for page in (0..pages).step_by(2) {
+        match value(page) {
+            0 => assert_eq!(word(page).get(0), 0),
+            value => word(page).set(0, value),
+        }
+    }
+    let mappings = std::fs::read_to_string("/proc/self/maps")
+        .unwrap()
+        .lines()
+        .count() as u64;
+    assert!(mappings < pages / 4, "{mappings} mappings");
+    for page in (0..pages).step_by(2) {
+        assert_eq!(word(page).get(0), value(page), "page {page}");
+    }
+}
+
+/// By userfaultfd(2), rights take no mappings.
+#[test]
+fn region__with_more_ranges_of_rights_than_mappings_of_a_process() {
+    const PAGES_MAX: u64 = 300_000;
+    let pages = more_than_mappings();
+    if pages > PAGES_MAX {
+        return skip(format!(
+            "vm.max_map_count is above {PAGES_MAX}: the pages would take too much memory"
+        ));
+    }
+    for mode in [FaultMode::Thread, FaultMode::Inline] {
+        run("alternating", 1, mode);
     }
 }
 
