@@ -61,6 +61,7 @@ bootstrap_missing() {
       test)
         have ip || echo iproute2
         have tshark || echo tshark
+        have strace || echo strace
         have pkg-config || echo pkgconf
         # Elsewhere the package is missing, or a snap.
         have chromium || ! grep -qx ID=debian /etc/os-release 2>/dev/null || echo chromium ;;

@@ -4,15 +4,18 @@
 
 mod common;
 mod played;
+#[path = "../../skip.rs"]
+mod skip;
 
 use std::fs::File;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::os::fd::AsRawFd;
+use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use common::{LONG, MODES, clusters, run, run_as_node};
+use common::{LONG, MODES, Node, clusters, command, run, run_as_node, succeed};
 use played::{hello, params};
 use rdmux_dsm::memory::userfault::{Abilities, Catches};
 use rdmux_dsm::{Access, Cluster, Error, FaultMode, Region, RegionOptions, Session};
@@ -20,6 +23,7 @@ use rdmux_verbs::{ConnectError, Device, QpOptions};
 use rdmux_wire::dsm::NodeId;
 use rdmux_wire::dsm::joining::{Hello, VERSION};
 use rustix::process::{Resource, Rlimit, setrlimit};
+use skip::skip;
 
 const PAGE: u64 = 4096;
 
@@ -31,6 +35,7 @@ fn node() {
     run_as_node(&[
         ("limited", limited),
         ("without_descriptors", without_descriptors),
+        ("refused", refused),
         ("calls", calls),
         ("forks", forks),
         ("differs", differs),
@@ -187,7 +192,6 @@ fn limit(resource: Resource, most: u64) {
 /// Node 1 cannot have the second region, for a reason with this word; node 0 learns that.
 fn lacks(session: &Session, pages: u64, reason: &str, limit: impl FnOnce()) {
     let small = region(session, 1).unwrap();
-    let words = small.array::<u64>(0, 1);
     if session.node() == 1 {
         limit();
     }
@@ -197,6 +201,12 @@ fn lacks(session: &Session, pages: u64, reason: &str, limit: impl FnOnce()) {
         _ => assert!(error.starts_with("node 1 cannot make region 1"), "{error}"),
     }
     // A region that is there already goes on.
+    write_in_turn(session, &small);
+}
+
+/// The two nodes write the first word of a region in turn, and read it.
+fn write_in_turn(session: &Session, region: &Region<'_>) {
+    let words = region.array::<u64>(0, 1);
     let mut thread = session.thread(0).unwrap();
     let all = NonZeroU32::new(session.nodes()).unwrap();
     for round in 0..4 {
@@ -241,6 +251,58 @@ fn differs(session: &Session) {
 #[test]
 fn region__of_other_settings_at_each_node() {
     run("differs", 2, FaultMode::Thread);
+}
+
+/// The system refuses userfaultfd(2): the nodes share memory in the mode that is left, and have an error in the others.
+fn refused(session: &Session) {
+    assert_eq!(FaultMode::of_environment().unwrap(), FaultMode::Mprotect);
+    let region = region(session, 1).unwrap();
+    write_in_turn(session, &region);
+    for mode in [FaultMode::Thread, FaultMode::Inline] {
+        let error = line(&session.region(&RegionOptions::in_mode(PAGE, mode)).unwrap_err());
+        match session.node() {
+            0 => assert_eq!(
+                error,
+                "this user may not catch page faults: open /dev/userfaultfd to it by a udev rule, or set vm.unprivileged_userfaultfd=1"
+            ),
+            _ => assert!(error.starts_with("node 0 cannot make region "), "{error}"),
+        }
+    }
+    write_in_turn(session, &region);
+}
+
+/// Words before a command to which the system then refuses userfaultfd(2).
+const REFUSING: [&str; 10] = [
+    "strace",
+    "-f",
+    "--seccomp-bpf",
+    "-qq",
+    "-o",
+    "/dev/null",
+    "-e",
+    "trace=userfaultfd",
+    "-e",
+    "inject=userfaultfd:error=EPERM",
+];
+
+#[test]
+fn region__where_the_system_refuses_userfaultfd() {
+    let tried = Command::new(REFUSING[0])
+        .args(&REFUSING[1..])
+        .arg("true")
+        .status();
+    if !tried.is_ok_and(|status| status.success()) {
+        return skip("strace is missing, or may not trace");
+    }
+    if File::open("/dev/userfaultfd").is_ok() {
+        return skip("this user has /dev/userfaultfd, too");
+    }
+    let start = |cluster: &Cluster| {
+        let mut command = command(&REFUSING, "refused", cluster, FaultMode::Mprotect);
+        command.env_remove(FaultMode::VARIABLE);
+        Node::start(command)
+    };
+    succeed(clusters(2, LONG).iter().map(start).collect());
 }
 
 /// System calls that read and write pages which node 0 has written, at node 1.
