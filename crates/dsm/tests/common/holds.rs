@@ -1,6 +1,6 @@
 //! Things that a process holds, before it uses the library and after that.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rdmux_dsm::{Cluster, Error};
 
