@@ -180,11 +180,12 @@ const MPROTECT: Fault = Fault {
 };
 const INLINE_COMPUTING: Fault = Fault {
     home: Home::Computes,
+    is_ordinary: true,
     ..INLINE
 };
 const THREAD_COMPUTING: Fault = Fault {
-    home: Home::Computes,
-    ..THREAD
+    mode: FaultMode::Thread,
+    ..INLINE_COMPUTING
 };
 const INLINE_ASLEEP: Fault = Fault {
     home: Home::Sleeps,

@@ -24,8 +24,8 @@ pub(crate) const COMMAND: &str = "dsm-node";
 const PAGES: u64 = 1024;
 /// Rounds over all pages. In the first one, which is not measured, the system allocates them.
 const ROUNDS: u64 = 6;
-/// The same where a millisecond passes before each touch.
-const IDLE_ROUNDS: u64 = 2;
+/// The same where faults take milliseconds.
+const FEW_ROUNDS: u64 = 2;
 const PAGE: u64 = 4096;
 /// Events that are measured.
 const EVENTS: usize = 10_000;
@@ -52,7 +52,7 @@ pub(super) struct Fault {
     pub over_udp: bool,
     /// Both nodes handle events in a thread that is woken for them, and change rights page by page, as the talk's baseline does.
     pub is_baseline: bool,
-    /// The nodes run without priority.
+    /// The nodes run without priority: with one, a thread of the same CPU waits for the end of a slice of 100 ms.
     pub is_ordinary: bool,
     /// A busy process, without priority, shares the CPU of the home.
     pub is_beside: bool,
@@ -73,6 +73,8 @@ pub(super) struct Event {
 const EVENT: &str = "event";
 /// Precedes a kind before whose events a millisecond passes.
 const IDLE: &str = "idle-";
+/// Precedes a kind of which there are few faults.
+const FEW: &str = "few-";
 /// Precedes a kind whose home computes.
 const COMPUTING: &str = "computing-";
 /// Time for which a home that computes does not look whether it is over.
@@ -85,6 +87,7 @@ const RELEASES: u64 = 51;
 /// Measures one kind of fault. Returns the median in microseconds.
 pub(super) fn measure(fault: Fault, kind: usize) -> Result<f64> {
     let prefix = match fault.home {
+        Home::Waits if fault.is_beside => FEW,
         Home::Waits => "",
         Home::Computes => COMPUTING,
         Home::Sleeps => IDLE,
@@ -155,9 +158,11 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
     let [kind] = args else {
         bail!("{COMMAND} KIND");
     };
-    let (idle, computing) = (kind.strip_prefix(IDLE), kind.strip_prefix(COMPUTING));
+    let [idle, computing, few] = [IDLE, COMPUTING, FEW].map(|prefix| kind.strip_prefix(prefix));
     let (is_idle, computes) = (idle.is_some(), computing.is_some());
-    let kind = idle.or(computing).unwrap_or(kind);
+    let kind_alone = idle.or(computing).or(few);
+    let has_few = kind_alone.is_some();
+    let kind = kind_alone.unwrap_or(kind);
     let cluster = Cluster::of_environment()?;
     let nodes: Vec<_> = cluster.nodes().collect();
     let session = Session::join(cluster, JOINING)?;
@@ -180,7 +185,7 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
     // Both nodes may read pages that are to be upgraded; others have been written by their home.
     let is_shared = FAULT_NAMES[kind] == "upgrade";
     let mut times = Histogram::<u64>::new(3)?;
-    let rounds = if is_idle { IDLE_ROUNDS } else { ROUNDS };
+    let rounds = if has_few { FEW_ROUNDS } else { ROUNDS };
     for round in 0..rounds {
         match session.node() {
             1 if is_shared => words().for_each(touch),
