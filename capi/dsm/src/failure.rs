@@ -100,6 +100,7 @@ fn errno_of(error: &Error) -> c_int {
         Error::TooManyRegions | Error::Call(sync::Failure::NoRoom) => libc::ENOSPC,
         Error::FaultMode(_)
         | Error::WaitMode(_)
+        | Error::Batch(_)
         | Error::Size(_)
         | Error::Unit(_)
         | Error::Homes(_)
