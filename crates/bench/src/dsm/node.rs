@@ -77,6 +77,8 @@ const IDLE: &str = "idle-";
 const FEW: &str = "few-";
 /// Precedes a kind whose home computes.
 const COMPUTING: &str = "computing-";
+/// Time for which a home computes at most.
+const COMPUTING_LIMIT: Duration = Duration::from_secs(60);
 /// Time for which a home that computes does not look whether it is over.
 const COMPUTED: Duration = Duration::from_micros(20);
 /// Kind of a release for [`child`].
@@ -212,8 +214,10 @@ pub(crate) fn child(args: &[String]) -> Result<()> {
             }
             rounds_done.store(round + 1, Ordering::Relaxed);
         } else if computes {
-            // The word is at hand until the other node writes it.
+            // The word is at hand until the other node writes it, which may have been killed.
+            let began = Instant::now();
             while rounds_done.load(Ordering::Relaxed) <= round {
+                ensure!(began.elapsed() < COMPUTING_LIMIT, "the other node is gone");
                 spin(COMPUTED);
             }
         }
