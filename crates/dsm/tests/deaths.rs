@@ -86,7 +86,7 @@ fn kill_one(part: &str, seed: u64, victims: Range<u32>, line: &str, within: Dura
     println!("{part}, seed {seed}: {mode}, node {victim} dies");
     let mut nodes = start(part, NODES, mode, LEASE);
     wait_for(&mut nodes, line);
-    // Time is meant: the node dies at some point of its work.
+    // Time is meant: the seed draws the moment of the node's work at which it dies, and any moment has to do.
     std::thread::sleep(within.mul_f64(f64::from(dice.next_u32()) / f64::from(u32::MAX)));
     drop(nodes.remove(victim as usize));
     (victim, nodes)

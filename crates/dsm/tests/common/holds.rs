@@ -1,10 +1,8 @@
 //! Things that a process holds, before it uses the library and after that.
 
-use std::time::{Duration, Instant};
-
 use rdmux_dsm::{Cluster, Error};
 
-use super::{LONG, clusters, named};
+use super::{LONG, clusters, named, until};
 
 /// Things that a process holds: kinds of its descriptors, its threads, and mappings of files in memory.
 #[derive(Debug)]
@@ -52,16 +50,13 @@ impl Holds {
 
     /// Waits until the process holds no more than that.
     pub(crate) fn wait(&self) {
-        let deadline = Instant::now() + LONG;
-        while !Holds::now().is_within(self) {
-            assert!(
-                Instant::now() < deadline,
-                "{:#?} instead of {self:#?}",
-                Holds::now()
-            );
-            // A look at the condition again and again: the system does not report the end of a thread.
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        until(|| {
+            let now = Holds::now();
+            match now.is_within(self) {
+                true => Ok(()),
+                false => Err(format!("{now:#?} instead of {self:#?}")),
+            }
+        });
     }
 }
 

@@ -147,13 +147,23 @@ pub(crate) fn wait_until<'a>(
     what: &str,
     is_met: impl Fn(&str) -> bool,
 ) {
-    let deadline = Instant::now() + LONG;
     for node in nodes {
-        while !is_met(&node.printed()) {
-            assert!(Instant::now() < deadline, "no {what:?}: {}", node.printed());
-            // A look at the condition again and again: a file does not report that it has grown.
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        until(|| {
+            let printed = node.printed();
+            is_met(&printed)
+                .then_some(())
+                .ok_or_else(|| format!("no {what:?}: {printed}"))
+        });
+    }
+}
+
+/// Waits until a look at a condition succeeds. An error is the state that is there instead.
+pub(crate) fn until(mut look: impl FnMut() -> Result<(), String>) {
+    let deadline = Instant::now() + LONG;
+    while let Err(state) = look() {
+        assert!(Instant::now() < deadline, "{state}");
+        // A look at the condition again and again: neither a file that grows nor a thread that ends is reported.
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 
@@ -167,13 +177,11 @@ pub(crate) fn rounds(node: &mut Node) -> usize {
 /// Waits until nodes have gone on for some rounds.
 pub(crate) fn go_on(nodes: &mut [Node]) {
     let before: Vec<usize> = nodes.iter_mut().map(rounds).collect();
-    let deadline = Instant::now() + LONG;
     for (node, before) in nodes.iter_mut().zip(before) {
-        while rounds(node) < before + 2 {
-            assert!(Instant::now() < deadline, "{}", node.printed());
-            // A look at the condition again and again: a file does not report that it has grown.
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        until(|| match rounds(node) >= before + 2 {
+            true => Ok(()),
+            false => Err(node.printed()),
+        });
     }
 }
 
