@@ -1,5 +1,6 @@
 //! A node's part in a cluster: its connections, its service thread, and the waits of the program's threads.
 
+mod alarm;
 mod error;
 mod join;
 mod modes;
@@ -24,6 +25,7 @@ use rdmux_verbs::{Fault, ProtectionDomain};
 use rdmux_wire::dsm::joining::{Joining, Step};
 use rdmux_wire::dsm::{NodeId, heap as heap_message};
 
+use self::alarm::Alarm;
 pub use self::error::Error;
 use self::turns::{Driving, Pause, Turns};
 use crate::cluster::Cluster;
@@ -218,7 +220,7 @@ impl Session {
         let sheet = Sheet::new(&cluster)?;
         let driver = Driver::new(cluster.own(), joined.queues.clone(), joined.links, homes, sheet);
         let shared = Arc::new(Shared {
-            turns: Turns::new(driver, Waker::new()?),
+            turns: Turns::new(driver, Waker::new()?, Alarm::new()?),
             queues: joined.queues,
             lease: cluster.lease,
             joining: timeout,

@@ -81,6 +81,7 @@ impl Service for Serving<'_> {
         } = self.shared;
         let mut fds = vec![
             PollFd::new(turns.waker().fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(turns.alarm().fd(), PollFlags::IN),
             PollFd::new(&queues.work, PollFlags::IN),
             PollFd::new(&queues.bells, PollFlags::IN),
         ];
@@ -92,6 +93,7 @@ impl Service for Serving<'_> {
         // Its end tells nothing: all is looked at.
         let _ = poll(&mut fds, Some(&timespec((*lease / PROBES).min(LOOK))));
         turns.waker().reset_if_woken();
+        turns.alarm().take();
         queues.work.take_event();
         queues.bells.take_event();
     }

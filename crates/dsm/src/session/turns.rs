@@ -1,9 +1,9 @@
-//! Turns at the driver: whoever holds it takes them, one thread at a time. The last thread that leaves ensures
-//! that incoming frames and completions wake the service thread.
+//! Turns at the driver: whoever holds it takes them, one thread at a time. The last thread that sleeps ensures
+//! that incoming frames and completions wake the service thread; the last one that leaves sets an alarm, at which the service thread takes turns.
 //!
 //! A thread that waits counts among the pollers, takes turns, and looks after each whether it has what it waits for. When it sleeps it holds the
 //! driver until the condition variable has it, so nothing changes between its last look and its sleep. Somebody always takes what comes: a
-//! poller; or the service thread, which is awake, or sleeps on descriptors that become readable.
+//! poller; or the service thread, which is awake, or sleeps on descriptors that become readable, that of the alarm among them.
 
 mod driving;
 
@@ -22,6 +22,7 @@ mod sync {
     pub(super) use rdmux_verbs::provider::Waker;
 
     use super::super::LOOK;
+    pub(super) use super::super::alarm::Alarm;
 
     /// Turns of a waiting thread, of which the last one drives the device; where packets carry frames, each does.
     pub(super) const TURNS: u32 = 64;

@@ -4,8 +4,8 @@ use std::ops::{Deref, DerefMut};
 use std::sync::PoisonError;
 
 use super::sync::{
-    AtomicBool, Condvar, Mutex, MutexGuard, Ordering, Pollers, RESTS, Sleepers, TURNS, Waker, spin_loop,
-    wait_while,
+    Alarm, AtomicBool, Condvar, Mutex, MutexGuard, Ordering, Pollers, RESTS, Sleepers, TURNS, Waker,
+    spin_loop, wait_while,
 };
 use crate::stat::NodeCounter;
 
@@ -54,17 +54,20 @@ pub(crate) struct Turns<D> {
     sleepers: Sleepers,
     /// Ends the sleep of the service thread.
     waker: Waker,
+    /// Ends it a little later.
+    alarm: Alarm,
     stops: AtomicBool,
 }
 
 impl<D: Drive> Turns<D> {
-    pub(crate) fn new(driver: D, waker: Waker) -> Turns<D> {
+    pub(crate) fn new(driver: D, waker: Waker, alarm: Alarm) -> Turns<D> {
         Turns {
             driver: Mutex::new(driver),
             pollers: Pollers::new(0),
             changed: Condvar::new(),
             sleepers: Sleepers::new(0),
             waker,
+            alarm,
             stops: AtomicBool::new(false),
         }
     }
@@ -72,6 +75,11 @@ impl<D: Drive> Turns<D> {
     /// Returns what ends the sleep of the service thread.
     pub(crate) fn waker(&self) -> &Waker {
         &self.waker
+    }
+
+    /// Returns what ends it a little after threads of the program have left.
+    pub(crate) fn alarm(&self) -> &Alarm {
+        &self.alarm
     }
 
     /// Holds the driver, in a thread that does not serve.
@@ -111,7 +119,7 @@ impl<D: Drive> Turns<D> {
                 changes = driver.changes();
                 let result = done(&mut driver).transpose();
                 if result.is_some() {
-                    self.stop_polling(&mut driver);
+                    self.leave(&mut driver);
                 }
                 drop(driver);
                 pause.saw(has_come || result.is_some());
@@ -143,10 +151,18 @@ impl<D: Drive> Turns<D> {
         f(&mut driver);
         // A frame that is sent after the word of the sleep takes the word back.
         driver.settle(NodeCounter::Stage1Events);
-        self.stop_polling(&mut driver);
+        self.leave(&mut driver);
     }
 
-    /// Ends the turns of a thread of the program. The service thread follows if it was the last one.
+    /// Ends the turns of a thread that goes on with its program. It may be back soon: the others take this node for awake, and nobody is woken, until
+    /// the service thread takes turns.
+    fn leave(&self, _held: &mut D) {
+        if self.pollers.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.alarm.set();
+        }
+    }
+
+    /// Ends the turns of a thread that sleeps. The service thread follows if it was the last one.
     fn stop_polling(&self, driver: &mut D) {
         if self.pollers.fetch_sub(1, Ordering::Relaxed) > 1 {
             return;
@@ -175,10 +191,10 @@ impl<D: Drive> Turns<D> {
         }
     }
 
-    /// Returns whether the service thread may sleep: another thread polls, or what comes wakes it.
+    /// Returns whether the service thread may sleep: another thread polls, or has just done so, or what comes wakes it.
     fn may_sleep(&self, stage: NodeCounter) -> bool {
         let mut driver = self.lock_in(stage);
-        self.is_polled() || driver.rest()
+        self.is_polled() || self.alarm.is_set() || driver.rest()
     }
 
     /// Ends the service.

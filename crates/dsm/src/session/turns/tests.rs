@@ -61,6 +61,40 @@ mod sync {
         }
     }
 
+    /// The timer among the descriptors on which the service thread sleeps. It goes off at once: loom tries all orders.
+    #[derive(Debug)]
+    pub(super) struct Alarm {
+        device: Rc<Device>,
+        is_set: AtomicBool,
+    }
+
+    impl Alarm {
+        pub(super) fn new(device: Rc<Device>) -> Alarm {
+            Alarm {
+                device,
+                is_set: AtomicBool::new(false),
+            }
+        }
+
+        pub(super) fn set(&self) {
+            if !self.is_set.swap(true, Ordering::Relaxed) {
+                self.device.go_off();
+            }
+        }
+
+        pub(super) fn is_set(&self) -> bool {
+            self.is_set.load(Ordering::Relaxed)
+        }
+
+        /// After the sleep has ended.
+        pub(super) fn take(&self) {
+            let has_gone_off = std::mem::take(&mut self.device.state().has_gone_off);
+            if has_gone_off && WITHOUT.get() != Without::Taken {
+                self.is_set.store(false, Ordering::Relaxed);
+            }
+        }
+    }
+
     #[derive(Debug)]
     pub(super) struct Sleepers(AtomicU32);
 
@@ -137,6 +171,10 @@ enum Without {
     Service,
     /// The last poller that cannot rest wakes nobody.
     Wake,
+    /// An alarm does not go off.
+    Alarm,
+    /// An alarm that has gone off counts as set.
+    Taken,
     /// A node rests without having its descriptors become readable.
     Arm,
     /// A node rests without a last look.
@@ -174,7 +212,10 @@ struct State {
     arrived: [bool; MESSAGES],
     taken: [bool; MESSAGES],
     is_armed: bool,
+    /// The others take this node for awake, and ring no bell.
+    is_relied_on: bool,
     is_readable: bool,
+    has_gone_off: bool,
     ends: bool,
 }
 
@@ -187,7 +228,7 @@ impl Device {
     fn deliver(&self, message: usize) {
         let mut state = self.state();
         state.arrived[message] = true;
-        if std::mem::take(&mut state.is_armed) {
+        if !state.is_relied_on && std::mem::take(&mut state.is_armed) {
             state.is_readable = true;
             self.changed.notify_all();
         }
@@ -196,6 +237,15 @@ impl Device {
     fn wake(&self) {
         let mut state = self.state();
         if state.ends || WITHOUT.get() != Without::Wake {
+            state.is_readable = true;
+            self.changed.notify_all();
+        }
+    }
+
+    fn go_off(&self) {
+        let mut state = self.state();
+        if WITHOUT.get() != Without::Alarm {
+            state.has_gone_off = true;
             state.is_readable = true;
             self.changed.notify_all();
         }
@@ -247,6 +297,10 @@ impl Drive for Messages {
 
     /// As [`crate::driver::rest::rest`].
     fn rest(&mut self) -> bool {
+        // Its word is not there yet.
+        if std::mem::take(&mut self.device.state().is_relied_on) {
+            return false;
+        }
         if self.is_armed {
             return !self.turn(false);
         }
@@ -309,6 +363,7 @@ impl Service for Serving {
         device.wait(|state| state.is_readable);
         // As the kernel does: not at the moment in which the sleep ends.
         device.state().is_readable = false;
+        self.turns.alarm().take();
     }
 
     fn awake(&mut self, _: bool) {}
@@ -330,7 +385,11 @@ impl Node {
             changes: 0,
             is_armed: false,
         };
-        let turns = Rc::new(Turns::new(messages, sync::Waker(device.clone())));
+        let turns = Rc::new(Turns::new(
+            messages,
+            sync::Waker(device.clone()),
+            sync::Alarm::new(device.clone()),
+        ));
         let service = thread::spawn({
             let turns = turns.clone();
             let mut serving = Serving {
@@ -350,7 +409,13 @@ impl Node {
     fn wait_for(&self, message: usize) -> thread::JoinHandle<()> {
         let turns = self.turns.clone();
         thread::spawn(move || {
-            let has_come = |messages: &mut Messages| Ok::<_, ()>(messages.got[message].then_some(()));
+            let mut has_sent = false;
+            let has_come = |messages: &mut Messages| {
+                if !std::mem::replace(&mut has_sent, true) {
+                    messages.device.state().is_relied_on = true;
+                }
+                Ok::<_, ()>(messages.got[message].then_some(()))
+            };
             turns.wait(&mut Sleepy, has_come).unwrap();
         })
     }
@@ -398,6 +463,21 @@ fn one_acts() {
     node.end();
 }
 
+/// The same of two threads, each of which leaves once.
+fn two_act() {
+    let node = Node::new();
+    let acts = [(); 2].map(|()| {
+        let turns = node.turns.clone();
+        thread::spawn(move || turns.act(|messages| messages.changes += 1))
+    });
+    node.device.deliver(0);
+    node.device.wait(|state| state.taken[0]);
+    for thread in acts {
+        thread.join().unwrap();
+    }
+    node.end();
+}
+
 fn holds(model: fn(), without: Without) -> bool {
     let held = crate::model::holds(2, move || {
         WITHOUT.set(without);
@@ -416,14 +496,15 @@ fn wait__ends_when_its_message_comes() {
 #[test]
 fn serve__takes_what_comes_while_a_poller_leaves() {
     assert!(holds(one_acts, Without::Nothing));
+    assert!(holds(two_act, Without::Nothing));
 }
 
 #[test]
 fn turns__without_any_part_somebody_is_not_woken() {
     for without in [
         Without::Last,
+        Without::Wake,
         Without::Arm,
-        Without::Look,
         Without::Change,
         Without::Notice,
         Without::Sleeper,
@@ -431,9 +512,16 @@ fn turns__without_any_part_somebody_is_not_woken() {
     ] {
         assert!(!holds(one_waits, without), "{without:?}");
     }
-    for without in [Without::Last, Without::Service, Without::Wake, Without::Thorough] {
+    for without in [
+        Without::Last,
+        Without::Service,
+        Without::Alarm,
+        Without::Look,
+        Without::Thorough,
+    ] {
         assert!(!holds(one_acts, without), "{without:?}");
     }
+    assert!(!holds(two_act, Without::Taken));
 }
 
 /// The driver of a node that is alone, as far as its threads call locks, barriers and conditions.
@@ -452,7 +540,12 @@ impl Calls {
             outcomes: [None, None],
             changes: 0,
         };
-        Rc::new(Turns::new(calls, sync::Waker(Rc::default())))
+        let device: Rc<Device> = Rc::default();
+        Rc::new(Turns::new(
+            calls,
+            sync::Waker(device.clone()),
+            sync::Alarm::new(device),
+        ))
     }
 
     /// As `Driver::call` and `Driver::synchronise`.
