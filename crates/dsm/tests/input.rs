@@ -162,7 +162,9 @@ fn join__of_nodes_with_other_keys_or_cluster_files() {
         let error = line(&Session::join(other, LONG).unwrap_err());
         assert_eq!(
             error,
-            format!("node 0 at {at} is of another cluster: give all nodes the same list and session")
+            format!(
+                "node 0 at {at} is of another cluster: give all nodes the same list and session, or cluster file and key"
+            )
         );
         line(&joining.join().unwrap());
     }

@@ -13,7 +13,7 @@ use rdmux_key::Key;
 use super::{Cluster, ClusterError, parse_lease};
 
 /// Label of the proof from which the session is made.
-const LABEL: &[u8] = b"rdmux dsm session 1\n";
+const LABEL: &[u8] = b"rdmux dsm session 2\n";
 
 /// A cluster file cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -25,7 +25,7 @@ pub struct FileError {
 }
 
 impl Cluster {
-    /// Reads the cluster of a file, of which this process is node `own`. Only nodes with the same key and the same list make a cluster.
+    /// Reads the cluster of a file, of which this process is node `own`. Only nodes with the same key, list and lease make a cluster.
     ///
     /// # Errors
     /// The file cannot be read, or does not describe a cluster with such a node.
@@ -46,12 +46,13 @@ impl Cluster {
             }
         }
         let text: Vec<String> = file.nodes.iter().map(SocketAddr::to_string).collect();
-        let proof = key.proof(&[LABEL, text.join("\n").as_bytes()]);
-        let session = *proof.first_chunk().unwrap_or(&[0; 16]);
-        let mut cluster = Cluster::new(own, file.nodes, session)?;
+        let mut cluster = Cluster::new(own, file.nodes, [0; 16])?;
         if let Some(seconds) = file.lease {
             cluster.lease = parse_lease(seconds).ok_or(Wrong::Value("lease: not 0.1 to 3600 seconds"))?;
         }
+        let lease = cluster.lease.as_nanos().to_string();
+        let proof = key.proof(&[LABEL, text.join("\n").as_bytes(), b"\n", lease.as_bytes()]);
+        cluster.session = *proof.first_chunk().unwrap_or(&[0; 16]);
         Ok(cluster)
     }
 }
@@ -95,13 +96,17 @@ mod tests {
     }
 
     #[test]
-    fn of_text__another_key_or_list_is_another_session() {
+    fn of_text__another_key_list_or_lease_is_another_session() {
         let text = "nodes = ['127.0.0.1:7180', '127.0.0.1:7181']";
         let session = parse(text).unwrap().session;
         let other_key = Cluster::of_text(text, 1, &Key::new([8; 32])).unwrap();
         let other_list = parse("nodes = ['127.0.0.1:7180', '127.0.0.1:7182']").unwrap();
         assert!(session != other_key.session && session != other_list.session);
-        assert_eq!(parse(&format!("{text}\nlease = 9.5")).unwrap().session, session);
+        let lease = |seconds| parse(&format!("{text}\nlease = {seconds}")).unwrap().session;
+        assert!(
+            session != lease("9.5") && session == lease("5"),
+            "5 s is the default"
+        );
     }
 
     #[test]

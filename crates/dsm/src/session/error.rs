@@ -71,7 +71,9 @@ pub enum Error {
         version: u16,
     },
     /// A node is of another cluster, or describes it otherwise.
-    #[error("node {node} at {address} is of another cluster: give all nodes the same list and session")]
+    #[error(
+        "node {node} at {address} is of another cluster: give all nodes the same list and session, or cluster file and key"
+    )]
     Stranger {
         /// The node that was expected.
         node: u32,
