@@ -262,7 +262,10 @@ pub(crate) fn dsm(input: &[u8]) {
     if let Ok(hello) = dsm::joining::Hello::parse(input) {
         let bytes = hello.emit();
         assert_eq!(dsm::joining::Hello::parse(&bytes), Ok(hello));
-        // The reserved bytes behind the version are not read.
+        // The reserved bytes behind another version are not read.
+        if hello.version == dsm::joining::VERSION {
+            assert_eq!(bytes, input[..dsm::joining::HELLO_LEN]);
+        }
         assert_eq!(bytes[..10], input[..10]);
         assert_eq!(bytes[12..], input[12..dsm::joining::HELLO_LEN]);
     }

@@ -108,6 +108,8 @@ pub(crate) struct Region {
     /// Tasks of the protocol that are carried out together.
     protections: Vec<(u64, u64, Right)>,
     batch: PageBatch,
+    /// The program may use it: all nodes have mapped it, and said by which keys it is read.
+    is_made: bool,
     /// Units that this node hands out, of a region of a heap.
     arena: Option<Arena>,
     number: u32,
@@ -490,7 +492,11 @@ impl Driver {
             return;
         };
         let Some(region) = self.region(message.region) else {
-            self.lose(number, Loss::Message(kind));
+            // A node that has mapped the region tells this all others, also those that have not mapped it.
+            let is_early = message.body == Body::Settled && self.has_answered_offer(message.region, number);
+            if !is_early {
+                self.lose(number, Loss::Message(kind));
+            }
             return;
         };
         let taken = region.coherence.handle_message(from, &message);

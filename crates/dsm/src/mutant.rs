@@ -81,6 +81,8 @@ mutants! {
     LapForgotten,
     /// The notices of a node that is gone are forgotten.
     DepartureForgotten,
+    /// An acquire does not wait for homes that may still store what a node has written that is gone.
+    LateStoreNotAwaited,
     /// A unit that has changed counts as unchanged: it gets neither flush nor notice.
     ChangeForgotten,
     /// A flush has units of several homes.

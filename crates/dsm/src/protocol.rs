@@ -445,7 +445,7 @@ impl Node {
             Body::Recall(_) | Body::Grant { .. } | Body::Refuse(_) => home == Some(from),
             Body::Locate => pages.homes().is_first_touch() && registrar == own,
             Body::Home(_) => pages.homes().is_first_touch() && registrar == from,
-            Body::Flush { .. } | Body::Flushed { .. } => return Err(Violation::Unexpected),
+            Body::Flush { .. } | Body::Flushed { .. } | Body::Settled => return Err(Violation::Unexpected),
         };
         if !is_right {
             return Err(Violation::NotHome);
@@ -490,7 +490,7 @@ impl Node {
                 }
                 Ok(())
             }
-            Body::Flush { .. } | Body::Flushed { .. } => Err(Violation::Unexpected),
+            Body::Flush { .. } | Body::Flushed { .. } | Body::Settled => Err(Violation::Unexpected),
         }
     }
 

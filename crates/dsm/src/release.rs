@@ -71,6 +71,9 @@
 //!
 //! - The writes that a node has not released are lost; those that its flushes have brought home may stay, also of a part of a unit.
 //! - Nobody can read the log of a node that is gone. So the next acquire takes all copies away.
+//! - A home may still store a flush of the node when others know that it is gone. So each node that has heard of an epoch, and stores nothing more of
+//!   nodes that are gone by then, tells that all others (*Settled*), and acquires of an epoch wait for that of all members. Who has then got the lock
+//!   of a node that is gone reads what stays of its writes, and no more of them comes after its own.
 //! - Units whose *home* is gone are poisoned at their next fault. Copies stay as they are until the next acquire. A release that has such units to flush
 //!   poisons them, and fails with the name of the home.
 //!
@@ -274,6 +277,8 @@ pub struct Node {
     run_max: u32,
     /// The last release that has lost units, and the node with which.
     failure: Option<(u64, NodeId)>,
+    /// The node with which a release has lost units that began for an acquire: the next release that a thread asks for fails with its name.
+    untold: Option<NodeId>,
     acquires: Rounds,
     /// Nodes whose logs are being read.
     looking: BTreeSet<NodeId>,
@@ -281,6 +286,8 @@ pub struct Node {
     noticed: Vec<Run>,
     /// All copies may be older than a notice.
     all_noticed: bool,
+    /// Members that may still store what nodes have written that are gone; this one too.
+    unsettled: BTreeSet<NodeId>,
     /// The release that the acquire in progress waits for.
     flushed_by: Option<u64>,
     /// Those of other nodes that this one carries out.
@@ -314,10 +321,12 @@ impl Node {
             sent: BTreeMap::new(),
             run_max,
             failure: None,
+            untold: None,
             acquires: Rounds::default(),
             looking: BTreeSet::new(),
             noticed: Vec::new(),
             all_noticed: false,
+            unsettled: BTreeSet::new(),
             flushed_by: None,
             flushes: Flushes::new(slots),
             actions: VecDeque::new(),
@@ -462,7 +471,30 @@ impl Node {
         if has_landed && !(stage == Stage::Stores && mutant!(AnsweredEarly)) {
             self.answer(flush);
         }
+        self.try_settle();
         self.fetch();
+    }
+
+    /// Tells the others, once, when this node stores nothing more of nodes that are gone.
+    fn try_settle(&mut self) {
+        let own = self.peers.own();
+        let are_members = self.flushes.writers().all(|node| self.peers.is_member(node));
+        if !are_members || !self.unsettled.remove(&own) {
+            return;
+        }
+        let members: Vec<NodeId> = self.peers.members().filter(|node| *node != own).collect();
+        for node in members {
+            self.post(node, 0, 0, Body::Settled);
+        }
+        self.take_noticed();
+    }
+
+    /// Takes the news that a node stores nothing more of nodes that are gone by an epoch.
+    fn settled(&mut self, node: NodeId, epoch: u64) {
+        // Of an earlier one it may come late. One that nobody waits for is of a region that cannot be made any more.
+        if epoch == self.peers.epoch() && self.unsettled.remove(&node) {
+            self.take_noticed();
+        }
     }
 
     /// Tells the writer of a flush that its home has what was written.
@@ -506,25 +538,47 @@ impl Node {
             }
         }
         self.all_noticed |= !mutant!(DepartureForgotten);
-        let is_looking = !self.looking.is_empty();
         self.looking.retain(|node| !is_expelled && !gone.contains(node));
-        if is_looking {
-            self.take_noticed();
+        if !mutant!(LateStoreNotAwaited) {
+            self.unsettled = self.peers.members().collect();
         }
+        self.try_settle();
+        self.take_noticed();
         self.compare();
         self.try_end_release();
     }
 
     /// Begins to release all that the program has written. Returns the number of the release, for [`Node::released`].
     pub fn handle_release(&mut self) -> u64 {
-        if self.dirty.is_empty() && self.releases.is_idle() {
+        if self.dirty.is_empty() && self.releases.is_idle() && self.untold.is_none() {
             return NOTHING;
         }
+        let untold = self.untold.take();
         let (round, begins) = self.releases.ask();
+        if let Some(node) = untold {
+            self.failure = Some((round, node));
+        }
         if begins {
             self.begin_release();
         }
         round
+    }
+
+    /// Begins a release for the acquire in progress.
+    fn release_for_acquire(&mut self) {
+        let (_, begins) = self.releases.ask();
+        if begins {
+            self.begin_release();
+        }
+    }
+
+    /// Notes that the release in progress loses units with a node.
+    fn fail_release(&mut self, node: NodeId) {
+        let round = self.releases.begun();
+        self.failure = Some((round, node));
+        if self.flushed_by == Some(round) {
+            self.untold = Some(node);
+        }
     }
 
     /// Returns whether a release has ended: an error names a node with which units were lost that it, or a later one, had to flush.
@@ -574,6 +628,17 @@ impl Node {
         })
     }
 
+    /// Returns the nodes that an acquire waits for, each with the epoch by which they have to have settled. The same goes for them.
+    pub fn awaits_settled(&self) -> impl Iterator<Item = (u64, NodeId)> {
+        let own = self.peers.own();
+        let awaited = move |node: &&NodeId| **node != own && !self.acquires.is_idle();
+        let epoch = self.peers.epoch();
+        self.unsettled
+            .iter()
+            .filter(awaited)
+            .map(move |node| (epoch, *node))
+    }
+
     fn act(&mut self, action: Action) {
         self.actions.push_back(action);
     }
@@ -601,6 +666,10 @@ impl Node {
             Body::Flush { units } => self.flush(from, unit, units, request),
             Body::Flushed { units } if self.homes.of(unit) == from => self.flushed(unit, units, request),
             Body::Flushed { .. } => Err(Violation::NotHome),
+            Body::Settled => {
+                self.settled(from, message.epoch);
+                Ok(())
+            }
             _ => Err(Violation::Unexpected),
         }
     }
@@ -684,7 +753,7 @@ impl Node {
         let before = self.units.get(&unit).map(|it| it.state);
         if before == Some(State::Flushing) {
             self.flushing -= 1;
-            self.failure = Some((self.releases.begun(), node));
+            self.fail_release(node);
         }
         self.dirty.remove(&unit);
         self.set(unit, State::Poisoned(node), None);
@@ -693,7 +762,6 @@ impl Node {
 
     fn begin_release(&mut self) {
         let own = self.peers.own();
-        let round = self.releases.begun();
         self.released = std::mem::take(&mut self.dirty);
         if mutant!(NoticedEarly) {
             self.append();
@@ -705,7 +773,7 @@ impl Node {
         for unit in released.iter().copied() {
             if let Some(node) = self.lost_with(unit) {
                 self.lose(unit, node);
-                self.failure = Some((round, node));
+                self.fail_release(node);
                 continue;
             }
             let home = self.homes.of(unit);
@@ -868,11 +936,23 @@ impl Node {
         self.take_noticed();
     }
 
-    /// Takes all units away that were noticed, when all logs are read.
+    /// Takes all units away that were noticed, as soon as that is all.
     fn take_noticed(&mut self) {
-        if !self.looking.is_empty() || self.acquires.is_idle() || self.flushed_by.is_some() {
+        if self.acquires.is_idle() || !self.knows_all() {
             return;
         }
+        if self.flushed_by.is_none() {
+            self.take_units();
+        }
+        self.try_end_acquire();
+    }
+
+    /// Returns whether all logs are read, and nobody stores what a node has written that is gone.
+    fn knows_all(&self) -> bool {
+        self.looking.is_empty() && self.unsettled.is_empty()
+    }
+
+    fn take_units(&mut self) {
         let noticed = std::mem::take(&mut self.noticed);
         let units: BTreeSet<u64> = match std::mem::take(&mut self.all_noticed) {
             true => self.units.keys().copied().collect(),
@@ -911,15 +991,14 @@ impl Node {
         }
         self.flushed_by = flushed_by;
         if flushed_by > Some(self.releases.begun()) {
-            self.handle_release();
+            self.release_for_acquire();
         }
-        self.try_end_acquire();
     }
 
     /// Ends acquires that wait for nothing.
     fn try_end_acquire(&mut self) {
         let is_flushed = self.flushed_by.is_none_or(|it| self.releases.has_ended(it));
-        if self.acquires.is_idle() || !self.looking.is_empty() || !is_flushed {
+        if self.acquires.is_idle() || !self.knows_all() || !is_flushed {
             return;
         }
         self.flushed_by = None;

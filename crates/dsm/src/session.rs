@@ -523,11 +523,16 @@ impl<'a> Agreement<'a, '_> {
                 let is_agreed = answers().all(|(_, it)| it != Some(Answer::Taken));
                 if is_agreed {
                     driver.tell_all(&self.joining(attempt, Step::Agreed));
+                    driver.agreed(self.number);
                 }
                 return Ok(Some(is_agreed));
             }
             let all_mapped = answers().all(|(_, it)| matches!(it, Some(Answer::Mapped(_))));
-            Ok((making.agreed == Some(attempt) && all_mapped).then_some(true))
+            let is_agreed = making.agreed == Some(attempt) && all_mapped;
+            if is_agreed {
+                driver.agreed(self.number);
+            }
+            Ok(is_agreed.then_some(true))
         })
     }
 

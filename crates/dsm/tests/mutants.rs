@@ -59,7 +59,7 @@ const AT_HOME: &str = "2 nodes, 2 threads at the home, 1 unit, 2 locks";
 const RELEASED_LATE: &str = "3 nodes, 1 unit, false sharing, releases without an acquire, delays";
 
 /// The smallest set in which each defect of release consistency breaks a rule.
-const RELEASE_CAUGHT: [(Mutant, &str); 17] = [
+const RELEASE_CAUGHT: [(Mutant, &str); 18] = [
     (Mutant::NoticedEarly, "3 nodes, 1 unit, false sharing, 2 locks"),
     (Mutant::HomeUnprotected, AT_HOME),
     (Mutant::DirtyDropped, TWO_LOCKS),
@@ -71,6 +71,10 @@ const RELEASE_CAUGHT: [(Mutant, &str); 17] = [
         "3 nodes, 2 units, a log of one, flushes of one",
     ),
     (Mutant::DepartureForgotten, "3 nodes, 1 unit, a crash of a writer"),
+    (
+        Mutant::LateStoreNotAwaited,
+        "3 nodes, 1 unit, a crash of a writer, writes of the same value",
+    ),
     (Mutant::ChangeForgotten, TWO_LOCKS),
     (Mutant::HomesMixed, "3 nodes, 2 units, a crash of a home"),
     (Mutant::OthersOverwritten, SHARED_FALSELY),

@@ -117,6 +117,7 @@ fn handle_message__that_no_correct_node_sends_accuses_and_changes_nothing() {
         (1, 1, Body::Flushed { units: 2 }, Violation::Unexpected),
         (1, 1, Body::Flushed { units: u32::MAX }, Violation::Unexpected),
         (1, 1, Body::Recall(Right::Invalid), Violation::Unexpected),
+        (1, 3, Body::Settled, Violation::NoSuchUnit),
     ] {
         let mut node = releasing();
         let accusation = Action::Accuse {
@@ -457,7 +458,8 @@ fn handle_gone__of_a_home_ends_the_release() {
     node.handle_gone(1, &[id(1)]);
     let all = actions(&mut node);
     let poison = Action::Poison { unit: 1, node: id(1) };
-    assert_eq!(all, [poison, Action::Ended]);
+    assert_eq!((all[0], all[2..].to_vec()), (poison, vec![Action::Ended]));
+    assert_eq!(sent(&all), [(id(2), 0, Body::Settled)]);
     assert_eq!(node.released(1), Some(Err(id(1))));
     let round = node.handle_release();
     assert_eq!(node.released(round), Some(Ok(())));
@@ -466,9 +468,92 @@ fn handle_gone__of_a_home_ends_the_release() {
     assert_eq!(node.released(round), Some(Ok(())));
 }
 
+/// The home of a unit that was noticed is gone before it has what this node has written of it.
+#[test]
+fn handle_release__after_one_for_an_acquire_that_has_lost_units_fails() {
+    let mut node = node();
+    write(&mut node, 1..2);
+    let round = node.handle_acquire();
+    actions(&mut node);
+    node.handle_looked(id(1), Looked::Runs(vec![run(1, 1)]));
+    node.handle_looked(id(2), Looked::Runs(vec![]));
+    let (_, task) = compared(&actions(&mut node));
+    node.handle_compared(task, &[true]);
+    node.handle_gone(1, &[id(1)]);
+    actions(&mut node);
+    let settled = Message {
+        region: 7,
+        epoch: 1,
+        sequence: 0,
+        request: 0,
+        unit: 0,
+        body: Body::Settled,
+    };
+    node.handle_message(id(2), &settled).unwrap();
+    assert!(node.acquired(round));
+    let release = node.handle_release();
+    assert_eq!(node.released(release), Some(Err(id(1))));
+    let later = node.handle_release();
+    assert_eq!(node.released(later), Some(Ok(())));
+}
+
+/// Node 1 has flushed the home's unit, and is gone before that is stored.
+#[test]
+fn handle_acquire__after_a_departure_waits_until_nobody_stores_what_the_node_has_written() {
+    let settled = |epoch| Message {
+        region: 7,
+        epoch,
+        sequence: epoch,
+        request: 0,
+        unit: 0,
+        body: Body::Settled,
+    };
+    for is_own_last in [true, false] {
+        let mut node = node();
+        take(&mut node, (2, 9), 0, FLUSH);
+        node.handle_fetched(0, true);
+        take(&mut node, (1, 9), 0, FLUSH);
+        node.handle_fetched(0, true);
+        let stored = Action::Apply {
+            run: run(0, 1),
+            slot: 0,
+            is_shared: false,
+        };
+        assert_eq!(actions(&mut node).last(), Some(&stored));
+        node.handle_gone(1, &[id(1)]);
+        assert_eq!(actions(&mut node), NOTHING);
+        assert_eq!(node.awaits_settled().count(), 0, "nobody acquires");
+        let round = node.handle_acquire();
+        assert_eq!(actions(&mut node), [Action::Look { node: id(2) }]);
+        node.handle_looked(id(2), Looked::Runs(vec![]));
+        assert_eq!(node.awaits_settled().collect::<Vec<_>>(), [(1, id(2))]);
+        let settle = |node: &mut Node| {
+            node.handle_applied(0, &[true]);
+            let all = actions(node);
+            assert_eq!(sent(&all), [(id(2), 0, Body::Settled)]);
+            all
+        };
+        if !is_own_last {
+            settle(&mut node);
+        }
+        // One of an earlier epoch says nothing about this one.
+        node.handle_message(id(2), &settled(0)).unwrap();
+        assert!(!node.acquired(round));
+        node.handle_message(id(2), &settled(1)).unwrap();
+        let mut all = actions(&mut node);
+        if is_own_last {
+            assert_eq!((all, node.acquired(round)), (vec![], false));
+            all = settle(&mut node);
+        }
+        assert_eq!((all.last(), node.acquired(round)), (Some(&Action::Ended), true));
+        assert_eq!(node.awaits_settled().count(), 0);
+    }
+}
+
 /// Has an event happen to a node whose peers send anything. Returns the rounds of a release or an acquire that it began.
-fn happen(node: &mut Node, sequence: u64, dice: &mut ChaCha8Rng) -> (Option<u64>, Option<u64>) {
-    const BODIES: [Body; 6] = [
+fn happen(node: &mut Node, epoch: u64, sequence: u64, dice: &mut ChaCha8Rng) -> (Option<u64>, Option<u64>) {
+    const BODIES: [Body; 7] = [
+        Body::Settled,
         FLUSH,
         Body::Flush { units: 2 },
         FLUSHED,
@@ -483,11 +568,11 @@ fn happen(node: &mut Node, sequence: u64, dice: &mut ChaCha8Rng) -> (Option<u64>
         1 | 2 => {
             let message = Message {
                 region: 7,
-                epoch: 0,
+                epoch,
                 sequence,
                 request: number(6).into(),
                 unit: unit + u64::from(number(8) / 7),
-                body: BODIES[number(6) as usize],
+                body: BODIES[number(7) as usize],
             };
             node.handle_message(from, &message).unwrap();
         }
@@ -516,19 +601,29 @@ fn rounds__all_end_with_the_other_nodes_whatever_these_have_sent() {
         let mut dice = ChaCha8Rng::seed_from_u64(seed);
         let mut node = node();
         let mut rounds = (0, 0);
-        for sequence in 0..100 {
-            let (release, acquire) = happen(&mut node, sequence, &mut dice);
-            rounds = (
-                rounds.0.max(release.unwrap_or(0)),
-                rounds.1.max(acquire.unwrap_or(0)),
-            );
-            actions(&mut node);
-        }
         let first = 1 + (seed % 2) as u32;
-        node.handle_gone(1, &[id(first)]);
-        node.handle_gone(2, &[id(3 - first)]);
+        for (epoch, gone) in [(0, first), (1, 3 - first)] {
+            for sequence in 0..100 {
+                let (release, acquire) = happen(&mut node, epoch, 100 * epoch + sequence, &mut dice);
+                rounds = (
+                    rounds.0.max(release.unwrap_or(0)),
+                    rounds.1.max(acquire.unwrap_or(0)),
+                );
+                actions(&mut node);
+            }
+            node.handle_gone(epoch + 1, &[id(gone)]);
+        }
+        // What had begun ends, of two flushes at a time.
+        for slot in [0, 1, 0, 1] {
+            node.handle_fetched(slot, false);
+            node.handle_applied(slot, &[false]);
+        }
         assert!(node.released(rounds.0).is_some(), "seed {seed}: {node:?}");
         assert!(node.acquired(rounds.1), "seed {seed}: {node:?}");
-        assert_eq!(node.waits().count(), 0, "seed {seed}");
+        assert_eq!(
+            node.waits().count() + node.awaits_settled().count(),
+            0,
+            "seed {seed}"
+        );
     }
 }

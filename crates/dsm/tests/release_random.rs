@@ -55,7 +55,7 @@ impl Rule {
 struct Values {
     /// The last one of each word.
     last: Vec<u8>,
-    /// Some writes have the value of another one.
+    /// Some writes have the value of another one: one that the copy has already is not flushed.
     may_repeat: bool,
 }
 
@@ -107,16 +107,14 @@ fn programs(
     words: usize,
     threads: usize,
     may_crash: bool,
+    may_repeat: bool,
 ) -> (Vec<Vec<Op>>, Vec<bool>) {
     let has_races = below(dice, 3) == 0;
     let is_racy = |_| has_races && below(dice, 3) == 0;
     let racy: Vec<bool> = (0..words).map(is_racy).collect();
     let mut programs: Vec<Vec<Op>> = vec![vec![]; threads];
-    // A write of the value that the copy has is not flushed. What a node that crashes has written of the word may then come home after it.
-    let mut values = Values {
-        last: vec![0; words],
-        may_repeat: !may_crash,
-    };
+    let last = vec![0; words];
+    let mut values = Values { last, may_repeat };
     // A thread that has crashed comes to no barrier.
     let (rounds, sections_max) = if may_crash { (1, 8) } else { (3, 3) };
     for _ in 0..rounds {
@@ -147,12 +145,12 @@ fn run(seed: u64) -> (usize, usize) {
     };
     let homes: Vec<usize> = (0..units).map(home).collect();
     // A thread that uses a lost unit ends, and its node goes on. What the thread has not released may then come home at any later time, by a release of
-    // another thread of the node, which the model does not know.
+    // another thread of the node, which the model does not know; or is there, without a notice, if the node is the home.
     let may_lose = crash.is_some_and(|it| homes.contains(&it));
     let threads_max = if may_lose { 1 } else { 2 };
     let at = |node: usize| vec![node; 1 + below(dice, threads_max)];
     let places: Vec<usize> = (0..nodes).flat_map(at).collect();
-    let (programs, racy) = programs(dice, units * WORDS, places.len(), crash.is_some());
+    let (programs, racy) = programs(dice, units * WORDS, places.len(), crash.is_some(), !may_lose);
     let programs = programs.iter().map(Vec::as_slice);
     let threads: Vec<(usize, &[Op])> = places.into_iter().zip(programs).collect();
     let worlds = Worlds {

@@ -1,8 +1,8 @@
 //! Messages of the distributed shared memory: how the nodes of a region agree on who may access which unit.
 //!
 //! A *unit* is what nodes share as a whole: a page, or a group of pages. Each unit has a *home*, the node that decides about it. Messages go
-//! between the home, or the node that knows it (the *registrar*), and another node; the contents of a unit travel as RDMA READ, and have no
-//! message. Each message has [`MESSAGE_LEN`] bytes. Numbers are little-endian. [`frame`] has what a message is sent in, and [`joining`] the
+//! between the home, or the node that knows it (the *registrar*), and another node, but for one that goes to all; the contents of a unit travel as
+//! RDMA READ, and have no message. Each message has [`MESSAGE_LEN`] bytes. Numbers are little-endian. [`frame`] has what a message is sent in, and [`joining`] the
 //! messages before any of these.
 //!
 //! | bytes | field |
@@ -13,8 +13,8 @@
 //! | 4..8 | region |
 //! | 8..16 | epoch of the membership at the sender |
 //! | 16..24 | sequence: number of messages from this sender to this receiver before this one |
-//! | 24..32 | request: the number that the node which asks has given to its Ask; all messages that it causes repeat it |
-//! | 32..40 | unit; of kinds 10 and 11 the first one |
+//! | 24..32 | request: the number that the node which asks has given to its Ask; all messages that it causes repeat it; of kind 12 0 |
+//! | 32..40 | unit; of kinds 10 and 11 the first one, of kind 12 0 |
 //! | 40..44 | a node plus 1, of kind 4 (0 if there is none), 7 and 9; otherwise 0 |
 //! | 44..48 | number of units in a row, of kinds 10 and 11, not 0; otherwise 0 |
 //!
@@ -31,8 +31,9 @@
 //! | 9 Home | registrar | the answer to Locate: the node is the home |
 //! | 10 Flush | node | read what it has written of the units, and answer Flushed (of regions with release consistency) |
 //! | 11 Flushed | home | the answer to Flush: who reads the units from the home has the receiver's writes |
+//! | 12 Settled | each node, to all | the sender stores no more from nodes that are gone by the message's epoch |
 //!
-//! Regions with release consistency have kinds 10 and 11 and no other ones. [`notice`] has what their nodes read from each other besides contents.
+//! Regions with release consistency have kinds 10 to 12 and no other ones. [`notice`] has what their nodes read from each other besides contents.
 //!
 //! [`heap`] has kinds 21 to 23, and [`sync`] those from 32 on; their messages are as long.
 
@@ -123,6 +124,8 @@ pub enum Body {
         /// Number of the units, as in the [`Body::Flush`].
         units: u32,
     },
+    /// The sender has heard of the message's epoch, and stores no more of what nodes have written that are gone by then.
+    Settled,
 }
 
 /// A message.
@@ -205,6 +208,7 @@ impl Body {
             (9, Right::Invalid, Some(node), 0) => Body::Home(node),
             (10, Right::Invalid, None, 1..) => Body::Flush { units },
             (11, Right::Invalid, None, 1..) => Body::Flushed { units },
+            (12, Right::Invalid, None, 0) => Body::Settled,
             _ => return undefined("kind, right, node and units of a message", kind.into()),
         };
         Ok(body)
@@ -223,6 +227,7 @@ impl Body {
             Body::Home(node) => (9, Right::Invalid, Some(node)),
             Body::Flush { .. } => (10, Right::Invalid, None),
             Body::Flushed { .. } => (11, Right::Invalid, None),
+            Body::Settled => (12, Right::Invalid, None),
         }
     }
 }
@@ -237,7 +242,7 @@ mod tests {
 
     const NODE: NodeId = NodeId(0x0a0b_0c0d);
 
-    const BODIES: [Body; 17] = [
+    const BODIES: [Body; 18] = [
         Body::Ask(Right::Shared),
         Body::Ask(Right::Exclusive),
         Body::Recall(Right::Invalid),
@@ -255,6 +260,7 @@ mod tests {
         Body::Flush { units: 1 },
         Body::Flush { units: 0x4142_4344 },
         Body::Flushed { units: u32::MAX },
+        Body::Settled,
     ];
 
     const fn grant(right: Right, source: Option<NodeId>) -> Body {

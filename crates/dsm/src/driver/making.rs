@@ -141,6 +141,19 @@ impl Driver {
         }
     }
 
+    /// Notes that all nodes have mapped a region, and have said by which keys it is read.
+    pub(crate) fn agreed(&mut self, region: u32) {
+        if let Some(region) = self.region(region) {
+            region.is_made = true;
+        }
+    }
+
+    /// Returns whether a node has answered an offer of a region.
+    pub(super) fn has_answered_offer(&mut self, region: u32, node: u32) -> bool {
+        let making = self.making.get(region as usize);
+        making.is_some_and(|it| it.answers[node as usize].is_some())
+    }
+
     /// Returns what the others have said about a region; `None` if there cannot be one of this number.
     pub(crate) fn making(&mut self, region: u32) -> Option<&mut Making> {
         let index = region as usize;
@@ -186,6 +199,7 @@ impl Driver {
             keys: vec![None; self.peers.len()],
             protections: Vec::new(),
             batch: PageBatch::new(),
+            is_made: false,
             arena,
             number: settings.region,
             sheet: self.sheet.clone(),

@@ -16,7 +16,7 @@ pub(crate) struct Patience {
     pub lease: Duration,
     /// A node that has sent nothing yet: it may wait for others to join.
     pub joining: Duration,
-    /// A node that answers questions, but not what a home or the coordinator has to know. Its answer may take as long as another node's end.
+    /// A node that answers questions, but not what a home, an acquire or the coordinator has to know. Its answer may take as long as another node's end.
     pub answers: Duration,
 }
 
@@ -32,8 +32,10 @@ pub(super) struct Questions {
 /// A wait for a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Wait {
-    /// Of a home.
+    /// Of a home, or of a writer for one.
     Page(u32, protocol::Wait),
+    /// Of an acquire, for a node that may still store what another one has written that is gone by an epoch.
+    Settled(u32, u64, NodeId),
     /// Of a member that has lost others, in an epoch.
     Membership(u64, NodeId),
     /// Of a node that makes a region, in an attempt that all others have answered.
@@ -44,7 +46,7 @@ impl Wait {
     fn node(self) -> NodeId {
         match self {
             Wait::Page(_, wait) => wait.node,
-            Wait::Membership(_, node) => node,
+            Wait::Membership(_, node) | Wait::Settled(_, _, node) => node,
             Wait::Making(..) => NodeId::FIRST,
         }
     }
@@ -97,16 +99,23 @@ impl Driver {
 
     /// Ends the connections to nodes for whose answers to anything else this one has waited for too long.
     fn limit_waits(&mut self, now: Instant, limit: Duration) {
-        let regions = (0..).zip(&self.regions);
-        let pages = regions.filter_map(|(number, region)| Some((number, region.as_ref()?)));
+        let regions = || {
+            let regions = (0..).zip(&self.regions);
+            regions.filter_map(|(number, region)| Some((number, region.as_ref()?)))
+        };
         let pages =
-            pages.flat_map(|(number, it)| it.coherence.waits().map(move |wait| Wait::Page(number, wait)));
+            regions().flat_map(|(number, it)| it.coherence.waits().map(move |wait| Wait::Page(number, wait)));
+        let settled = regions().flat_map(|(number, it)| {
+            let nodes = it.coherence.awaits_settled().into_iter().flatten();
+            nodes.map(move |(epoch, node)| Wait::Settled(number, epoch, node))
+        });
         let epoch = self.membership.epoch();
         let members = self.membership.waits_for().map(|it| Wait::Membership(epoch, it));
         let makings = (0..).zip(&self.making);
         let makings =
             makings.filter_map(|(number, it)| Some(Wait::Making(number, it.awaits_outcome(self.own)?)));
         let waits = pages
+            .chain(settled)
             .chain(members)
             .chain(makings)
             .filter(|wait| wait.node() != self.own);

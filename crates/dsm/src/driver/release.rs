@@ -243,16 +243,28 @@ impl Coherence {
             Coherence::Release(part) => Box::new(part.node.waits()),
         }
     }
+
+    /// Returns the nodes that an acquire waits for to settle, each with the epoch, of a region with release consistency.
+    pub(super) fn awaits_settled(&self) -> Option<impl Iterator<Item = (u64, NodeId)>> {
+        match self {
+            Coherence::Sequential(_) => None,
+            Coherence::Release(part) => Some(part.node.awaits_settled()),
+        }
+    }
 }
 
 /// A release or an acquire of all regions: the number of each region and of its round.
 pub(crate) type Rounds = Vec<(u32, u64)>;
 
 impl Driver {
-    /// Begins something in all regions with release consistency.
+    /// Begins something in all regions with release consistency. Of one that is not made the program has no copies, and the log of a node that has not
+    /// mapped it cannot be read.
     fn begin(&mut self, f: impl Fn(&mut Node) -> u64) -> Rounds {
         let mut rounds = Rounds::new();
-        for number in 0..self.regions.len() as u32 {
+        let is_made = |region: &Option<Region>| region.as_ref().is_some_and(|it| it.is_made);
+        let made = (0..).zip(&self.regions).filter(|(_, it)| is_made(it));
+        let made: Vec<u32> = made.map(|(number, _)| number).collect();
+        for number in made {
             if let Some(part) = self.part(number) {
                 rounds.push((number, f(&mut part.node)));
                 self.decided(number);

@@ -131,6 +131,11 @@ impl Flushes {
         self.queue.remove(place)
     }
 
+    /// Returns the nodes whose flushes have begun.
+    pub(super) fn writers(&self) -> impl Iterator<Item = NodeId> {
+        self.slots.iter().flatten().map(|begun| begun.flush.from)
+    }
+
     /// Returns the flush in a slot.
     pub(super) fn in_slot(&self, slot: usize) -> Option<Begun> {
         *self.slots.get(slot)?

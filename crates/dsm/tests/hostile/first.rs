@@ -64,7 +64,7 @@ fn accept(hello: Hello) -> Answer {
 }
 
 /// An answer to nodes that connect, and a word of their error.
-const GREETINGS: [(&str, Greeting, &str); 11] = [
+const GREETINGS: [(&str, Greeting, &str); 12] = [
     (
         "no greeting",
         |_| Answer::Accept(Vec::new()),
@@ -79,6 +79,15 @@ const GREETINGS: [(&str, Greeting, &str); 11] = [
         "a greeting that ends early",
         |hello| Answer::Accept(hello.emit()[..20].to_vec()),
         "node 0",
+    ),
+    (
+        "reserved bytes",
+        |hello| {
+            let mut bytes = hello.emit();
+            bytes[10] = 1;
+            Answer::Accept(bytes.to_vec())
+        },
+        "is of another cluster",
     ),
     (
         "another version",

@@ -13,7 +13,7 @@ mod taken;
 use std::time::{Duration, Instant};
 
 use common::{
-    LONG, MODES, Node, clusters, command, go_on, named, part, rounds, run_as_node, start, wait_for,
+    LONG, MODES, Node, clusters, command, go_on, named, part, rounds, run_as_node, start, stay, wait_for,
 };
 use played::Played;
 use rand_chacha::ChaCha8Rng;
@@ -41,6 +41,7 @@ fn node() {
             ("follower", follower),
             ("crowded", taken::crowded),
             ("pair", releases::pair),
+            ("lone", releases::lone),
         ]),
     }
 }

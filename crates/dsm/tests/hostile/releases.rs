@@ -19,17 +19,17 @@ fn word(region: &Region<'_>, at: u64) -> u64 {
     u64::from_ne_bytes(bytes)
 }
 
+/// The regions of [`pair`].
+const CONSISTENCIES: [Consistency; 3] = [
+    Consistency::Release,
+    Consistency::Release,
+    Consistency::Sequential,
+];
+
 /// Two nodes count in three regions, under a lock of a home that lives. The hostile node is a member of all regions, and attacks the first one.
 pub(super) fn pair(session: &Session) {
-    let consistencies = [
-        Consistency::Release,
-        Consistency::Release,
-        Consistency::Sequential,
-    ];
-    let regions = consistencies.map(|it| region(session, it).unwrap());
-    let nodes: Vec<NodeId> = (0..session.nodes()).map(id).collect();
-    let homes = Homes::hash(nodes).unwrap();
-    let lock = (0..).find(|object| homes.of(*object).number() == 0).unwrap();
+    let regions = CONSISTENCIES.map(|it| region(session, it).unwrap());
+    let lock = object_of(session, 0);
     let (own, other) = (session.node(), 1 - session.node());
     println!("@ begins");
     std::thread::scope(|scope| {
@@ -78,6 +78,32 @@ pub(super) fn pair(session: &Session) {
     });
 }
 
+/// Returns an object of synchronisation that has this home.
+fn object_of(session: &Session, home: u32) -> u64 {
+    let nodes: Vec<NodeId> = (0..session.nodes()).map(id).collect();
+    let homes = Homes::hash(nodes).unwrap();
+    (0..).find(|object| homes.of(*object).number() == home).unwrap()
+}
+
+/// Node 0 takes a lock when node 1 is gone, and then calls the hostile node.
+pub(super) fn lone(session: &Session) {
+    let _regions = CONSISTENCIES.map(|it| region(session, it).unwrap());
+    println!("@ begins");
+    if session.node() == 1 {
+        stay();
+    }
+    // The hostile node never makes it.
+    let error = region(session, Consistency::Sequential).unwrap_err();
+    assert_eq!(named(&error), 1, "{error}");
+    let mut thread = session.thread(0).unwrap();
+    let guard = thread.lock(object_of(session, 0));
+    println!("@ locks: {:?}", guard.is_ok());
+    drop(guard);
+    let error = thread.load(object_of(session, HOSTILE)).unwrap_err();
+    println!("@ misses {}: {error}", named(&error));
+    stay();
+}
+
 /// A hostile node that takes part in the regions of [`pair`], with the numbers of the messages about region 0 that it has sent to each other node.
 struct Foe {
     it: Played,
@@ -94,8 +120,12 @@ struct Asked {
 
 impl Foe {
     fn begin(mode: FaultMode) -> (Vec<Node>, Foe) {
+        Foe::begin_in("pair", mode)
+    }
+
+    fn begin_in(part: &str, mode: FaultMode) -> (Vec<Node>, Foe) {
         let clusters = clusters(NODES, LEASE);
-        let start = |cluster| Node::start(command(&[], "pair", cluster, mode));
+        let start = |cluster| Node::start(command(&[], part, cluster, mode));
         let nodes: Vec<Node> = clusters[..HOSTILE as usize].iter().map(start).collect();
         let mut it = Played::join(&clusters[HOSTILE as usize]);
         assert_eq!(it.make_release_region(0), PAGES);
@@ -266,6 +296,18 @@ fn hostile__write_notices_whose_count_wraps_spoil_nothing() {
         foe.go_on(&mut nodes);
     }
     assert!(has_none(&mut nodes, "misses") && has_none(&mut nodes, "spoilt"));
+}
+
+/// The node does not tell that it stores no more of what node 1 has written.
+#[test]
+fn hostile__node_that_does_not_settle_has_to_leave() {
+    for mode in MODES {
+        let (mut nodes, mut foe) = Foe::begin_in("lone", mode);
+        wait_for(&mut nodes, "@ begins");
+        drop(nodes.remove(1));
+        foe.serve_until(|| have_all(&mut nodes, "@ misses 2: "));
+        assert!(have_all(&mut nodes, "@ locks: true"));
+    }
 }
 
 type Release = fn(&mut Foe, u32);

@@ -22,7 +22,7 @@ type Words = [u8; WORDS];
 pub(crate) enum Op {
     /// Reads a word of a unit.
     Read(usize, usize),
-    /// Writes a value that no other step writes.
+    /// Writes a value.
     Write(usize, usize, u8),
     Lock(usize),
     Unlock(usize),
@@ -972,6 +972,18 @@ pub(crate) const SMALL: &[Worlds<'static>] = &[
             &[
                 (0, &[L(0), W(0, 0, 1), U(0)]),
                 (1, &[L(0), R(0, 0), U(0), L(0), R(0, 0), W(0, 0, 3), U(0)]),
+                (2, &[L(0), R(0, 0), U(0)]),
+            ],
+        )
+    },
+    Worlds {
+        crash: Some(0),
+        ..world(
+            "3 nodes, 1 unit, a crash of a writer, writes of the same value",
+            &[2],
+            &[
+                (0, &[L(0), W(0, 0, 1), U(0)]),
+                (1, &[L(0), W(0, 0, 0), U(0), L(0), R(0, 0), U(0)]),
                 (2, &[L(0), R(0, 0), U(0)]),
             ],
         )

@@ -7,7 +7,7 @@
 //! |---|---|
 //! | 0..8 | `RDMUXDSM` |
 //! | 8..10 | version |
-//! | 10..12 | 0 |
+//! | 10..12 | 0 in this version; otherwise it is no greeting |
 //! | 12..16 | number of the sender |
 //! | 16..20 | number of nodes |
 //! | 20..24 | bytes of a page |
@@ -47,7 +47,7 @@ use crate::bytes::{le16, le32, le64, need, put};
 pub const HELLO_LEN: usize = 44;
 
 /// Version of the messages of the shared memory.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 
 const MAGIC: &[u8; 8] = b"RDMUXDSM";
 
@@ -78,8 +78,13 @@ impl Hello {
         if &bytes[..8] != MAGIC {
             return undefined("magic of a greeting", le64(bytes, 0));
         }
+        // Other versions may use them.
+        let (version, reserved) = (le16(bytes, 8), le16(bytes, 10));
+        if version == VERSION && reserved != 0 {
+            return undefined("reserved bytes of a greeting", reserved.into());
+        }
         Ok(Hello {
-            version: le16(bytes, 8),
+            version,
             node: le32(bytes, 12),
             nodes: le32(bytes, 16),
             page_bytes: le32(bytes, 20),
@@ -286,10 +291,17 @@ mod tests {
         assert!(Hello::parse(&[0; 56]).is_err());
     }
 
-    /// Tries all values of each byte: one of the magic makes it no greeting, a reserved one is not read, and any other one is written again.
+    /// Tries all values of each byte: one of the magic makes it no greeting, so does a reserved one, and any other one is written again. Reserved bytes
+    /// of another version are not read.
     #[test]
     fn hello__with_another_byte_is_another_one_or_none() {
-        let bytes = HELLO.emit();
+        for version in [VERSION, VERSION + 1] {
+            with_another_byte(Hello { version, ..HELLO });
+        }
+    }
+
+    fn with_another_byte(first: Hello) {
+        let bytes = first.emit();
         for (at, byte) in bytes.into_iter().enumerate() {
             for value in (0..=u8::MAX).filter(|it| *it != byte) {
                 let mut changed = bytes;
@@ -297,7 +309,8 @@ mod tests {
                 let hello = Hello::parse(&changed);
                 match at {
                     0..8 => assert!(hello.is_err(), "byte {at}"),
-                    10..12 => assert_eq!(hello, Ok(HELLO)),
+                    10..12 if first.version == VERSION => assert!(hello.is_err(), "byte {at}"),
+                    10..12 => assert_eq!(hello, Ok(first)),
                     _ => assert_eq!(hello.map(|it| it.emit()), Ok(changed)),
                 }
             }
