@@ -106,7 +106,7 @@ impl Table<'_, '_, '_> {
             true => thread.lock_shared(group),
             false => thread.lock(group),
         };
-        let _guard = guard?;
+        let guard = guard?;
         let records = || (bucket * BUCKET..(bucket + 1) * BUCKET).map(|record| record * RECORD);
         let found = records().find(|at| words.get(*at) == key);
         let free = || records().find(|at| words.get(*at) == 0);
@@ -115,7 +115,9 @@ impl Table<'_, '_, '_> {
             Some(at) => Some(value_of(words, at)?),
             None => None,
         };
-        Ok(f(words, at, value))
+        let result = f(words, at, value);
+        guard.unlock()?;
+        Ok(result)
     }
 }
 

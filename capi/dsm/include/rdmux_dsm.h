@@ -162,6 +162,13 @@ int rdmux_dsm_compare_swap(struct rdmux_dsm_thread *thread, uint64_t word, uint6
 /* Reads a word. */
 int rdmux_dsm_load(struct rdmux_dsm_thread *thread, uint64_t word, uint64_t *value);
 
+/* Release and acquire, in regions with release consistency: rdmux_dsm_release(3). The functions of threads above do it, so programs that synchronise by them need neither. */
+
+/* Releases what this node has written: threads of other nodes that acquire after that see it. */
+int rdmux_dsm_release(struct rdmux_dsm_thread *thread);
+/* Acquires what other nodes have released before. */
+int rdmux_dsm_acquire(struct rdmux_dsm_thread *thread);
+
 #ifdef __cplusplus
 }
 #endif

@@ -292,3 +292,19 @@ unsafe extern "C" fn rdmux_dsm_load(thread: *mut Thread, word: u64, value: *mut 
     // SAFETY: the program gives a null pointer, or one for a number.
     unsafe { with_value(thread, call, value, |bits| bits) }
 }
+
+#[unsafe(no_mangle)]
+extern "C" fn rdmux_dsm_release(thread: *mut Thread) -> c_int {
+    with(thread, |state| {
+        state.inner.release()?;
+        Ok(0)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn rdmux_dsm_acquire(thread: *mut Thread) -> c_int {
+    with(thread, |state| {
+        state.inner.acquire()?;
+        Ok(0)
+    })
+}

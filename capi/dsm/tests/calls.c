@@ -122,6 +122,35 @@ static void releases(struct rdmux_dsm_thread *thread)
 	}
 }
 
+/* One node after the other writes, and tells it by a word of a sequential region, which orders nothing of the other one. */
+static void messages(struct rdmux_dsm_thread *thread)
+{
+	struct rdmux_dsm_region_options options = {.consistency = RDMUX_DSM_CONSISTENCY_RELEASE};
+	struct rdmux_dsm_region *region, *sequential;
+	CHECK(rdmux_dsm_region_make(session, 8 * PAGE, &options, &region) == 0);
+	CHECK(rdmux_dsm_region_make(session, PAGE, NULL, &sequential) == 0);
+	char *bytes = rdmux_dsm_region_address(region);
+	_Atomic uint64_t *word = rdmux_dsm_region_address(sequential);
+	/* From the second round on, all have the pages of the round before. */
+	for (uint64_t round = 1; round < 5; round++) {
+		if (node == round % nodes) {
+			memset(bytes, round, 8 * PAGE);
+			CHECK(rdmux_dsm_release(thread) == 0);
+			atomic_store(word, round);
+		} else {
+			time_t deadline = time(NULL) + LONG_MS / 1000;
+			while (atomic_load(word) != round) {
+				CHECK(time(NULL) < deadline);
+				sched_yield();
+			}
+			CHECK(rdmux_dsm_acquire(thread) == 0);
+		}
+		for (int at = 0; at < 8 * PAGE; at++)
+			CHECK(bytes[at] == (char)round);
+		CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	}
+}
+
 /* Objects of all sizes that other nodes read and free. */
 static void objects(struct rdmux_dsm_thread *thread)
 {
@@ -255,6 +284,7 @@ int main(void)
 	regions(thread);
 	homes(thread);
 	releases(thread);
+	messages(thread);
 	objects(thread);
 	reductions(thread);
 	words(thread);

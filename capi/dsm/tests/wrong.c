@@ -54,6 +54,8 @@ static void pointers(struct rdmux_dsm_region *region)
 		}
 		if (it != thread) {
 			FAILS(rdmux_dsm_lock(it, 1), EINVAL, word);
+			FAILS(rdmux_dsm_release(it), EINVAL, word);
+			FAILS(rdmux_dsm_acquire(it), EINVAL, word);
 			FAILS(rdmux_dsm_thread_end(it), EINVAL, word);
 		}
 	}
@@ -158,11 +160,15 @@ static void busy(void)
 	while (rdmux_dsm_load(thread, 1, NULL) == 0)
 		sched_yield();
 	FAILS(rdmux_dsm_load(thread, 1, NULL), EBUSY, "another thread");
+	FAILS(rdmux_dsm_release(thread), EBUSY, "another thread");
+	FAILS(rdmux_dsm_acquire(thread), EBUSY, "another thread");
 	FAILS(rdmux_dsm_thread_end(thread), EBUSY, "another thread");
 	FAILS(rdmux_dsm_leave(session), EBUSY, "another thread");
 	CHECK(rdmux_dsm_barrier(other, 2, 2) == 0);
 	CHECK(pthread_join(waiting, NULL) == 0);
 	CHECK(rdmux_dsm_thread_end(other) == 0);
+	FAILS(rdmux_dsm_release(other), EINVAL, "has ended");
+	FAILS(rdmux_dsm_acquire(other), EINVAL, "has ended");
 }
 
 /* A child has nothing, and ends nothing of its parent's. */

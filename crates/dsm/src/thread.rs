@@ -1,5 +1,6 @@
 //! Threads of a node: their locks, barriers, conditions, words and reductions.
 
+use std::mem::ManuallyDrop;
 use std::num::NonZeroU32;
 use std::time::Instant;
 
@@ -62,7 +63,7 @@ impl<'a> Thread<'a> {
         })
     }
 
-    /// Waits for lock `object`. Dropping the guard gives it back.
+    /// Waits for lock `object`. Dropping the guard gives it back, as [`LockGuard::unlock`] does.
     ///
     /// # Errors
     /// The lock's home has left, or the thread has the lock already.
@@ -237,7 +238,7 @@ fn counter_of(call: &Call) -> Option<NodeCounter> {
     }
 }
 
-/// A lock that a thread has, until this is dropped.
+/// A lock that a thread has, until this is dropped or [unlocked](LockGuard::unlock).
 #[derive(Debug)]
 pub struct LockGuard<'t, 'a> {
     thread: &'t mut Thread<'a>,
@@ -268,12 +269,26 @@ impl LockGuard<'_, '_> {
         }
         Ok(())
     }
+
+    /// Gives the lock back, and returns the error of that, of which a drop tells nothing. There is no guard any more in either case.
+    ///
+    /// # Errors
+    /// [`Error::Unreleased`] if what this node has written in a region with release consistency is lost: the others get the lock all the same. Or the
+    /// lock's home has left.
+    pub fn unlock(self) -> Result<(), Error> {
+        // A drop would give it back once more.
+        ManuallyDrop::new(self).give_back()
+    }
+
+    fn give_back(&mut self) -> Result<(), Error> {
+        let (object, mode) = (self.object, self.mode);
+        self.thread.call(Call::Unlock { object, mode }).map(|_| ())
+    }
 }
 
 impl Drop for LockGuard<'_, '_> {
     fn drop(&mut self) {
-        let (object, mode) = (self.object, self.mode);
         // If the lock's home has left, there is no lock.
-        let _ = self.thread.call(Call::Unlock { object, mode });
+        let _ = self.give_back();
     }
 }

@@ -25,11 +25,13 @@ fn node() {
         ("shared", shared),
         ("panicking", panicking),
         ("sized", sized),
+        ("unequal", unequal),
         ("locked", locked),
         ("queue", queue),
         ("counted", counted),
         ("filled", filled),
         ("homeless", homeless),
+        ("unlocked", unlocked),
         ("busy", busy),
     ]);
 }
@@ -100,6 +102,46 @@ fn in_threads__with_a_panic_of_one_ends_the_test_with_its_message() {
     let panic = ends.recv_timeout(LONG).expect("no node waits").unwrap_err();
     let message = panic.downcast::<String>().unwrap();
     assert!(message.contains("thread 1 does not come"), "{message}");
+}
+
+/// Node 1 wants another second region than the others, so nobody gets it. All go on to use the first one, also when node 2 is gone, of which the
+/// others tell each other for both regions.
+fn unequal(session: &Session) {
+    let region = region(session, 1);
+    let pages = 2 + u64::from(session.node() == 1);
+    let options = RegionOptions::new(pages * PAGE as u64).unwrap();
+    let refused = session.region(&options.consistency(Consistency::Release));
+    assert!(refused.is_err(), "{refused:?}");
+    let words = region.array::<u64>(0, 3);
+    let mut thread = session.thread(0).unwrap();
+    words.set(session.node() as usize, 7);
+    thread.barrier(0, all(session, 1)).unwrap();
+    assert_eq!([0, 1, 2].map(|at| words.get(at)), [7; 3]);
+    thread.barrier(0, all(session, 1)).unwrap();
+    println!("@ ready");
+    if session.node() == 2 {
+        stay();
+    }
+    let error = thread.barrier(0, all(session, 1)).unwrap_err();
+    assert_eq!(named(&error), 2, "{error}");
+    for object in 0..20 {
+        match thread.lock(object) {
+            Ok(_) => words.set(session.node() as usize, object),
+            Err(error) => assert_eq!(named(&error), 2, "{error}"),
+        }
+    }
+    println!("@ ends");
+    stay();
+}
+
+#[test]
+fn synchronisation__goes_on_after_a_region_that_could_not_be_made() {
+    for mode in MODES {
+        let mut nodes = start("unequal", 3, mode, LEASE);
+        wait_for(&mut nodes, "@ ready");
+        drop(nodes.remove(2));
+        wait_for(&mut nodes, "@ ends");
+    }
 }
 
 /// All nodes write words of the same units, of several sizes, and read all.
@@ -275,6 +317,9 @@ fn packets__that_are_lost_change_no_contents() {
 
 const LEASE: Duration = Duration::from_secs(8);
 
+/// Pages of a region in which [`await_lost`] finds fresh ones for a minute.
+const MANY: usize = 30_000;
+
 /// Word of a page.
 fn word(region: &Region<'_>, page: u64, word: u64) -> Result<u64, Error> {
     let mut bytes = [0; 8];
@@ -282,11 +327,23 @@ fn word(region: &Region<'_>, page: u64, word: u64) -> Result<u64, Error> {
     Ok(u64::from_ne_bytes(bytes))
 }
 
+/// Reads pages from 4 on that are at home at node 1 of three, until that has left. Unlike a call of a thread, this releases and acquires nothing.
+fn await_lost(region: &Region<'_>) {
+    let mut fresh = (4..MANY as u64).step_by(3);
+    let lost = loop {
+        // Time is meant: there are pages for a minute.
+        std::thread::sleep(Duration::from_millis(6));
+        if let Err(error) = word(region, fresh.next().unwrap(), 0) {
+            break error;
+        }
+    };
+    assert_eq!(named(&lost), 1, "{lost}");
+}
+
 /// Node 1 is killed, when it has released writes, and written more. Node 0 has written a page whose home that is, and one of node 2.
 fn homeless(session: &Session) {
-    const PAGES: usize = 30_000;
-    let region = region(session, PAGES);
-    let words = region.array::<u64>(0, PAGES * PAGE / 8);
+    let region = region(session, MANY);
+    let words = region.array::<u64>(0, MANY * PAGE / 8);
     let at = |page: usize, word: usize| page * PAGE / 8 + word;
     let mut thread = session.thread(0).unwrap();
     if session.node() == 1 {
@@ -308,15 +365,7 @@ fn homeless(session: &Session) {
     // The first word whose home is left tells node 2 of all that node 0 has done.
     match session.node() {
         0 => {
-            let mut fresh = (4..PAGES as u64).step_by(3);
-            let lost = loop {
-                // Time is meant: there are pages for a minute.
-                std::thread::sleep(Duration::from_millis(6));
-                if let Err(error) = word(&region, fresh.next().unwrap(), 0) {
-                    break error;
-                }
-            };
-            assert_eq!(named(&lost), 1, "{lost}");
+            await_lost(&region);
             // Pages that were read of it before are still there, until the next synchronisation.
             assert_eq!(words.get(at(1, 1)), 11);
             let error = thread.signal(9).unwrap_err();
@@ -356,6 +405,49 @@ fn release__to_a_home_that_was_killed_ends_with_its_name_and_other_pages_are_rig
     }
 }
 
+/// Node 1 is killed. Node 0 has written a page whose home that is, and one of node 2, which waits for the lock.
+fn unlocked(session: &Session) {
+    /// Its home is node 0, as its hash is 0.
+    const LOCK: u64 = 0;
+    let region = region(session, MANY);
+    let mut thread = session.thread(0).unwrap();
+    if session.node() == 0 {
+        let guard = thread.lock(LOCK).unwrap();
+        let mut other = session.thread(1).unwrap();
+        other.barrier(0, all(session, 1)).unwrap();
+        let words = region.array::<u64>(0, MANY * PAGE / 8);
+        words.set(PAGE / 8, 5);
+        words.set(2 * PAGE / 8, 6);
+        println!("@ ready");
+        await_lost(&region);
+        let error = guard.unlock().unwrap_err();
+        assert!(matches!(error, Error::Unreleased { node: 1 }), "{error}");
+        // The thread has the lock no more, and nothing else is lost.
+        thread.lock(LOCK).unwrap().unlock().unwrap();
+    } else {
+        thread.barrier(0, all(session, 1)).unwrap();
+        println!("@ ready");
+        if session.node() == 1 {
+            stay();
+        }
+        let guard = thread.lock(LOCK).unwrap();
+        assert_eq!(guard.recovered(), None);
+        assert_eq!(word(&region, 2, 0).unwrap(), 6);
+        assert!(matches!(word(&region, 1, 0), Err(Error::Lost { node: 1, .. })));
+        guard.unlock().unwrap();
+    }
+    println!("@ ends");
+    stay();
+}
+
+#[test]
+fn unlock__of_writes_that_are_lost_with_their_home_says_so_and_gives_the_lock_back() {
+    let mut nodes = start("unlocked", 3, MODES[0], LEASE);
+    wait_for(&mut nodes, "@ ready");
+    drop(nodes.remove(1));
+    wait_for(&mut nodes, "@ ends");
+}
+
 /// All nodes write, lock and meet, until one is gone. Each prints the node that it has missed.
 fn busy(session: &Session) {
     const PAGES: u64 = 8;
@@ -368,7 +460,7 @@ fn busy(session: &Session) {
             let guard = thread.lock(page)?;
             let count = word(&region, page, nodes)? + 1;
             region.write(page * PAGE as u64 + 8 * nodes, &count.to_ne_bytes())?;
-            drop(guard);
+            guard.unlock()?;
             region.write(page * PAGE as u64 + 8 * own, &round.to_ne_bytes())?;
         }
         thread.barrier(100, all(session, 1))?;
