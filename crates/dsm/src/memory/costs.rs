@@ -1,4 +1,4 @@
-//! Prices of the system calls that change pages, measured on the machine on which they are paid.
+//! Prices of the system calls that change pages: typical ones, which sessions count with, or measured on the machine on which they are paid.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
