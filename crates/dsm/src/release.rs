@@ -72,7 +72,7 @@
 //! - The writes that a node has not released are lost; those that its flushes have brought home may stay, also of a part of a unit.
 //! - Nobody can read the log of a node that is gone. So the next acquire takes all copies away.
 //! - A home may still store a flush of the node when others know that it is gone. So each node that has heard of an epoch, and stores nothing more of
-//!   nodes that are gone by then, tells that all others (*Settled*), and acquires of an epoch wait for that of all members. Who has then got the lock
+//!   nodes that are gone by then, tells this to all others (*Settled*), and acquires of an epoch wait for that of all members. Who has then got the lock
 //!   of a node that is gone reads what stays of its writes, and no more of them comes after its own.
 //! - Units whose *home* is gone are poisoned at their next fault. Copies stay as they are until the next acquire. A release that has such units to flush
 //!   poisons them, and fails with the name of the home.
@@ -275,9 +275,11 @@ pub struct Node {
     sent: BTreeMap<u64, u32>,
     /// Units of a run at most.
     run_max: u32,
-    /// The last release that has lost units, and the node with which.
+    /// The last release that fails since units were lost, and the node with which: those that were asked for by then had to flush them.
     failure: Option<(u64, NodeId)>,
-    /// The node with which a release has lost units that began for an acquire: the next release that a thread asks for fails with its name.
+    /// The last release that a thread has asked for; acquires ask for others.
+    of_thread: u64,
+    /// The node with which units were lost of which no thread hears: the next release that one asks for fails.
     untold: Option<NodeId>,
     acquires: Rounds,
     /// Nodes whose logs are being read.
@@ -321,6 +323,7 @@ impl Node {
             sent: BTreeMap::new(),
             run_max,
             failure: None,
+            of_thread: NOTHING,
             untold: None,
             acquires: Rounds::default(),
             looking: BTreeSet::new(),
@@ -555,6 +558,7 @@ impl Node {
         }
         let untold = self.untold.take();
         let (round, begins) = self.releases.ask();
+        self.of_thread = round;
         if let Some(node) = untold {
             self.failure = Some((round, node));
         }
@@ -572,11 +576,10 @@ impl Node {
         }
     }
 
-    /// Notes that the release in progress loses units with a node.
+    /// Notes that the release in progress loses units with a node. A thread that waits for the next one may have written them.
     fn fail_release(&mut self, node: NodeId) {
-        let round = self.releases.begun();
-        self.failure = Some((round, node));
-        if self.flushed_by == Some(round) {
+        self.failure = Some((self.releases.asked(), node));
+        if self.of_thread < self.releases.begun() {
             self.untold = Some(node);
         }
     }
@@ -936,7 +939,7 @@ impl Node {
         self.take_noticed();
     }
 
-    /// Takes all units away that were noticed, as soon as that is all.
+    /// Takes noticed units away once all logs are read and all members have settled.
     fn take_noticed(&mut self) {
         if self.acquires.is_idle() || !self.knows_all() {
             return;

@@ -497,6 +497,25 @@ fn handle_release__after_one_for_an_acquire_that_has_lost_units_fails() {
     assert_eq!(node.released(later), Some(Ok(())));
 }
 
+/// A thread asks for a release while one for an acquire is carried out, which then loses units.
+#[test]
+fn handle_release__behind_one_that_loses_units_fails_and_no_later_one() {
+    let mut node = node();
+    write(&mut node, 1..2);
+    node.handle_acquire();
+    actions(&mut node);
+    node.handle_looked(id(1), Looked::Runs(vec![run(1, 1)]));
+    node.handle_looked(id(2), Looked::Runs(vec![]));
+    let (_, task) = compared(&actions(&mut node));
+    node.handle_compared(task, &[true]);
+    let release = node.handle_release();
+    assert_eq!(node.released(release), None);
+    node.handle_gone(1, &[id(1)]);
+    assert_eq!(node.released(release), Some(Err(id(1))));
+    let later = node.handle_release();
+    assert_eq!(node.released(later), Some(Ok(())));
+}
+
 /// Node 1 has flushed the home's unit, and is gone before that is stored.
 #[test]
 fn handle_acquire__after_a_departure_waits_until_nobody_stores_what_the_node_has_written() {
@@ -613,7 +632,7 @@ fn rounds__all_end_with_the_other_nodes_whatever_these_have_sent() {
             }
             node.handle_gone(epoch + 1, &[id(gone)]);
         }
-        // What had begun ends, of two flushes at a time.
+        // The flushes that had begun end, two at a time.
         for slot in [0, 1, 0, 1] {
             node.handle_fetched(slot, false);
             node.handle_applied(slot, &[false]);

@@ -149,8 +149,8 @@ impl Message {
     /// Reads a message.
     ///
     /// # Errors
-    /// Another length than [`MESSAGE_LEN`], an undefined kind, a right, a node or a number of units that the kind cannot have, or reserved bytes that
-    /// are not 0.
+    /// Another length than [`MESSAGE_LEN`], an undefined kind, a right, a node, a number of units, a request or a unit that the kind cannot have, or
+    /// reserved bytes that are not 0.
     pub fn parse(bytes: &[u8]) -> Result<Message, Malformed> {
         need("message of a shared memory", bytes, MESSAGE_LEN)?;
         if bytes.len() > MESSAGE_LEN {
@@ -160,14 +160,19 @@ impl Message {
         if reserved != 0 {
             return undefined("reserved bytes of a message", reserved.into());
         }
-        Ok(Message {
+        let message = Message {
             region: le32(bytes, 4),
             epoch: le64(bytes, 8),
             sequence: le64(bytes, 16),
             request: le64(bytes, 24),
             unit: le64(bytes, 32),
             body: Body::parse(bytes[0], bytes[1], le32(bytes, 40), le32(bytes, 44))?,
-        })
+        };
+        let number = message.request | message.unit;
+        match message.body {
+            Body::Settled if number != 0 => undefined("request or unit of a message about none", number),
+            _ => Ok(message),
+        }
     }
 
     /// Writes the message.
@@ -268,12 +273,13 @@ mod tests {
     }
 
     fn emitted(body: Body) -> (Message, [u8; MESSAGE_LEN]) {
+        let is_about = u64::from(body != Body::Settled);
         let message = Message {
             region: 0x0102_0304,
             epoch: 0x1112_1314_1516_1718,
             sequence: u64::MAX,
-            request: 0x2122_2324_2526_2728,
-            unit: 0x3132_3334_3536_3738,
+            request: is_about * 0x2122_2324_2526_2728,
+            unit: is_about * 0x3132_3334_3536_3738,
             body,
         };
         let mut bytes = [0xee; MESSAGE_LEN];
@@ -327,6 +333,16 @@ mod tests {
             assert_eq!(units > 0, is_flush, "{message:?}");
             bytes[44..].copy_from_slice(&u32::from(!is_flush).to_le_bytes());
             assert!(Message::parse(&bytes).is_err(), "{message:?}");
+        }
+    }
+
+    #[test]
+    fn message__about_no_unit_has_no_unit_and_no_request() {
+        let (_, bytes) = emitted(Body::Settled);
+        for at in 24..40 {
+            let mut changed = bytes;
+            changed[at] = 1;
+            assert!(Message::parse(&changed).is_err(), "byte {at}");
         }
     }
 

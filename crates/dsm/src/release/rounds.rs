@@ -28,6 +28,11 @@ impl Rounds {
         begins
     }
 
+    /// Returns the number of the last round that was asked for.
+    pub(super) fn asked(&self) -> u64 {
+        self.asked
+    }
+
     pub(super) fn is_idle(&self) -> bool {
         self.begun == self.ended
     }
