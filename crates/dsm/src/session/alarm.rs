@@ -10,8 +10,8 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
 };
 
-/// Time for which a thread that has left may come back before the service thread takes turns. It is about that of the two wake-ups that a message to a
-/// node costs which sleeps; shorter times wake the service thread between two waits of a program that synchronises.
+/// Time for which a thread that has left may come back before the service thread takes turns. It is about as long as the two wake-ups of a
+/// sleeping node; shorter times wake the service thread between two waits of a program that synchronises.
 const DELAY: Duration = Duration::from_micros(100);
 
 /// The alarm.
@@ -20,9 +20,9 @@ pub(crate) struct Alarm {
     timer: OwnedFd,
     /// It has been set, and was not taken since.
     is_set: AtomicBool,
-    /// Threads that have left.
+    /// Times that the last poller has left.
     left: AtomicU64,
-    /// Those of them that had when the timer began.
+    /// `left` when the timer began.
     begun: AtomicU64,
 }
 
@@ -70,8 +70,8 @@ impl Alarm {
         self.is_set.load(Ordering::Relaxed)
     }
 
-    /// Takes note of the alarm if it has gone off, or sets it again if threads have left since it was set. The caller then holds the driver, which those had
-    /// held that count on this alarm.
+    /// Takes note of the alarm if it has gone off, or sets it again if threads have left since it was set. The caller locks the driver afterwards.
+    /// Threads that found the alarm set held it when they left.
     pub(crate) fn take(&self) {
         if rustix::io::read(&self.timer, &mut [0; 8]).is_err() {
             return;
@@ -85,5 +85,42 @@ impl Alarm {
     /// Returns the descriptor that becomes readable.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.timer.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{PollFd, PollFlags, poll};
+
+    use super::*;
+
+    fn wait(alarm: &Alarm) {
+        let limit = Timespec {
+            tv_sec: 60,
+            tv_nsec: 0,
+        };
+        let timer = alarm.fd();
+        let ready = poll(
+            &mut [PollFd::from_borrowed_fd(timer, PollFlags::IN)],
+            Some(&limit),
+        );
+        assert_eq!(ready, Ok(1));
+    }
+
+    #[test]
+    fn take__sets_it_again_for_threads_that_have_left_since() {
+        let alarm = Alarm::new().unwrap();
+        alarm.take();
+        assert!(!alarm.is_set());
+        for _ in 0..2 {
+            alarm.set();
+            alarm.set();
+            wait(&alarm);
+            alarm.take();
+            assert!(alarm.is_set());
+            wait(&alarm);
+            alarm.take();
+            assert!(!alarm.is_set());
+        }
     }
 }

@@ -74,7 +74,8 @@ impl Service for Serving<'_> {
         any
     }
 
-    /// Sleeps until something has come. While a thread of the program polls, only faults and the time end it.
+    /// Sleeps until something has come. While a thread of the program polls, only faults, the waker, the alarm and the time end it, and bells that were
+    /// asked for before.
     fn sleep(&mut self) {
         let Shared {
             turns, queues, lease, ..

@@ -27,7 +27,7 @@ mod sync {
     /// Turns of a waiting thread, of which the last one drives the device; where packets carry frames, each does.
     pub(super) const TURNS: u32 = 64;
 
-    /// Tries of a thread to leave the turns to nobody before it wakes the service thread.
+    /// Times that a thread prepares for rest before it wakes the service thread.
     pub(super) const RESTS: u32 = 4;
 
     /// Sleeps while nothing has changed, or for a while. Returns with the guard held.

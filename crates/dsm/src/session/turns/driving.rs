@@ -36,7 +36,7 @@ pub(crate) trait Pause {
 pub(crate) trait Service: Pause {
     /// Takes all that has come, and returns whether there was anything.
     fn turn(&mut self) -> bool;
-    /// Sleeps until something has come, or the waker is woken.
+    /// Sleeps until something has come, the waker is woken, or the alarm goes off.
     fn sleep(&mut self);
     /// Prepares for the next turn. Another thread has polled meanwhile, or not.
     fn awake(&mut self, was_polled: bool);
@@ -54,7 +54,7 @@ pub(crate) struct Turns<D> {
     sleepers: Sleepers,
     /// Ends the sleep of the service thread.
     waker: Waker,
-    /// Ends it a little later.
+    /// Ends it a little after threads of the program have left.
     alarm: Alarm,
     stops: AtomicBool,
 }
@@ -77,7 +77,7 @@ impl<D: Drive> Turns<D> {
         &self.waker
     }
 
-    /// Returns what ends it a little after threads of the program have left.
+    /// Returns what ends the sleep of the service thread a little after threads of the program have left.
     pub(crate) fn alarm(&self) -> &Alarm {
         &self.alarm
     }
@@ -155,14 +155,16 @@ impl<D: Drive> Turns<D> {
     }
 
     /// Ends the turns of a thread that goes on with its program. It may be back soon: the others take this node for awake, and nobody is woken, until
-    /// the service thread takes turns.
-    fn leave(&self, _held: &mut D) {
-        if self.pollers.fetch_sub(1, Ordering::Relaxed) == 1 {
+    /// the alarm goes off. Unless a thread sleeps for which something may come, or the device has to be driven for the others.
+    fn leave(&self, driver: &mut D) {
+        if self.sleepers.load(Ordering::Relaxed) > 0 || driver.uses_packets() {
+            self.stop_polling(driver);
+        } else if self.pollers.fetch_sub(1, Ordering::Relaxed) == 1 {
             self.alarm.set();
         }
     }
 
-    /// Ends the turns of a thread that sleeps. The service thread follows if it was the last one.
+    /// Ends the turns of a thread. The service thread follows at once if it was the last one.
     fn stop_polling(&self, driver: &mut D) {
         if self.pollers.fetch_sub(1, Ordering::Relaxed) > 1 {
             return;
@@ -177,24 +179,29 @@ impl<D: Drive> Turns<D> {
 
     /// Serves until [`Turns::stop`], while no thread of the program polls.
     pub(crate) fn serve(&self, stage: NodeCounter, service: &mut impl Service) {
+        // It has handled something since its last sleep, of which the outcome may come.
+        let mut is_busy = false;
         while !self.stops.load(Ordering::Acquire) {
             let has_come = service.turn();
+            is_busy |= has_come;
             service.saw(has_come);
             let is_polled = self.is_polled();
             if !is_polled && (has_come || service.pause()) {
                 continue;
             }
-            if self.may_sleep(stage) {
+            if self.may_sleep(stage, is_busy) {
                 service.sleep();
+                is_busy = false;
             }
             service.awake(is_polled);
         }
     }
 
-    /// Returns whether the service thread may sleep: another thread polls, or has just done so, or what comes wakes it.
-    fn may_sleep(&self, stage: NodeCounter) -> bool {
+    /// Returns whether the service thread may sleep: another thread polls, or nobody waits for what comes before the alarm, or that wakes it.
+    fn may_sleep(&self, stage: NodeCounter, is_busy: bool) -> bool {
         let mut driver = self.lock_in(stage);
-        self.is_polled() || self.alarm.is_set() || driver.rest()
+        let is_awaited = is_busy || self.sleepers.load(Ordering::Relaxed) > 0;
+        self.is_polled() || (self.alarm.is_set() && !is_awaited) || driver.rest()
     }
 
     /// Ends the service.
