@@ -11,6 +11,14 @@ use rustix::thread::set_current_timer_slack;
 /// Longest time for which a look is held off: as long as a caller that polls is trusted to come back.
 const HOLD_OFF_MAX: Duration = Duration::from_millis(2);
 
+/// Time of a yield from which on a thread that computes has had the CPU: more than a thread that passes a message on needs.
+const SLICE_MIN: Duration = Duration::from_micros(500);
+
+/// Shortest and longest time for which a thread sleeps that has lost a slice. Then it yields again, to learn whether the other one still computes, and
+/// may lose another slice. The time doubles with each one that it loses in a row.
+const SLEEPS_MIN: Duration = Duration::from_millis(8);
+const SLEEPS_MAX: Duration = Duration::from_millis(256);
+
 /// Decides whether its thread polls, holds its next look off, or sleeps ([`Handler`]): [`Waiting::end_run`] when there is nothing more to
 /// take, [`Waiting::pause`] between two polls of a wait, and one of the other calls at its end. What the first poll finds was no wait.
 #[derive(Debug)]
@@ -18,6 +26,47 @@ pub struct Waiting {
     handler: Handler,
     load: Load,
     since: Instant,
+    /// It never sleeps.
+    polls_always: bool,
+    /// `None` if the thread yields however long that takes.
+    slices: Option<Slices>,
+}
+
+/// Time slices that a thread has lost by yields, to threads that compute.
+#[derive(Debug, Default)]
+struct Slices {
+    /// Until then the thread sleeps instead.
+    sleeps_until: Option<Instant>,
+    /// Time for which it does so.
+    sleeps_for: Duration,
+}
+
+impl Slices {
+    /// Yields the CPU. Returns false if the thread should sleep instead.
+    fn yields(&mut self) -> bool {
+        let began = Instant::now();
+        if self.has_lost_one(began) {
+            return false;
+        }
+        std::thread::yield_now();
+        self.yielded(began, Instant::now());
+        true
+    }
+
+    /// Returns whether the thread has lost a slice lately.
+    fn has_lost_one(&self, now: Instant) -> bool {
+        self.sleeps_until.is_some_and(|until| now < until)
+    }
+
+    /// Notes a yield.
+    fn yielded(&mut self, began: Instant, ended: Instant) {
+        let is_lost = ended - began >= SLICE_MIN;
+        self.sleeps_for = match is_lost {
+            true => (2 * self.sleeps_for).clamp(SLEEPS_MIN, SLEEPS_MAX),
+            false => Duration::ZERO,
+        };
+        self.sleeps_until = is_lost.then(|| ended + self.sleeps_for);
+    }
 }
 
 impl Waiting {
@@ -30,12 +79,22 @@ impl Waiting {
     /// pass on what has come, and its own.
     pub fn chained(pinned: Option<WaitMode>, wakes: u32) -> Waiting {
         let mut policy = Policy::new(wake_cost_ns() * u64::from(wakes));
-        policy.pin(pinned.or_else(WaitMode::of_environment));
+        let pinned = pinned.or_else(WaitMode::of_environment);
+        policy.pin(pinned);
         Waiting {
             handler: Handler::new(policy),
             load: Load::default(),
             since: Instant::now(),
+            polls_always: pinned == Some(WaitMode::Running),
+            slices: None,
         }
+    }
+
+    /// Has the thread sleep for a while where a yield has given its CPU to a thread that computes. After a yield it waits for the end of that one's time
+    /// slice, some milliseconds; after a sleep whoever wakes it has it run at once. A thread that is to poll all the time yields all the same.
+    pub fn beside_computing(mut self) -> Waiting {
+        self.slices = (!self.polls_always).then(Slices::default);
+        self
     }
 
     /// Returns the mode in which it waits.
@@ -47,7 +106,10 @@ impl Waiting {
     pub fn pause(&mut self, began: Instant) -> bool {
         match self.plan(elapsed_ns(began)) {
             Plan::Sleep => return false,
-            Plan::Yield => std::thread::yield_now(),
+            Plan::Yield => match &mut self.slices {
+                Some(slices) => return slices.yields(),
+                None => std::thread::yield_now(),
+            },
             Plan::Spin { .. } => std::hint::spin_loop(),
         }
         true
@@ -100,4 +162,32 @@ pub fn set_timer_slack() {
 
 fn elapsed_ns(began: Instant) -> u64 {
     began.elapsed().as_nanos() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn has_lost_one__is_true_for_a_while_after_each_long_yield() {
+        let mut slices = Slices::default();
+        let began = Instant::now();
+        assert!(!slices.has_lost_one(began));
+        slices.yielded(began, began + SLICE_MIN / 2);
+        assert!(!slices.has_lost_one(began + SLICE_MIN));
+        let ended = began + 3 * SLICE_MIN;
+        for time in [SLEEPS_MIN, 2 * SLEEPS_MIN] {
+            slices.yielded(began, ended);
+            assert!(slices.has_lost_one(ended) && slices.has_lost_one(ended + time / 2));
+            assert!(!slices.has_lost_one(ended + time));
+        }
+        for _ in 0..20 {
+            slices.yielded(began, ended);
+        }
+        assert!(!slices.has_lost_one(ended + SLEEPS_MAX));
+        slices.yielded(ended, ended);
+        assert!(!slices.has_lost_one(ended));
+        slices.yielded(began, ended);
+        assert!(!slices.has_lost_one(ended + SLEEPS_MIN));
+    }
 }

@@ -26,7 +26,7 @@ const STAGE: NodeCounter = NodeCounter::Stage2Events;
 pub(super) fn serve(shared: &Shared) {
     let mut serving = Serving {
         shared,
-        gaps: Gaps::new(Waiting::chained(None, WAKES)),
+        gaps: Gaps::new(Waiting::chained(None, WAKES).beside_computing()),
         readers: shared.readers(),
         faults: Vec::new(),
         looks: 0,
