@@ -4,9 +4,10 @@ use std::cell::Cell;
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
+use rdmux_verbs::thread::{Policy as SchedulingPolicy, policy};
 use rdmux_verbs::waiting::{Conditions, Handler, Plan, Policy, WaitMode};
 use rdmux_verbs::{Load, wake_cost_ns};
-use rustix::thread::set_current_timer_slack;
+use rustix::thread::{gettid, set_current_timer_slack};
 
 /// Longest time for which a look is held off: as long as a caller that polls is trusted to come back.
 const HOLD_OFF_MAX: Duration = Duration::from_millis(2);
@@ -91,9 +92,11 @@ impl Waiting {
     }
 
     /// Has the thread sleep for a while where a yield has given its CPU to a thread that computes. After a yield it waits for the end of that one's time
-    /// slice, some milliseconds; after a sleep whoever wakes it has it run at once. A thread that is to poll all the time yields all the same.
+    /// slice, some milliseconds; after a sleep whoever wakes it has it run at once, if the thread that calls this, and that waits later, has the policy
+    /// `SCHED_OTHER`. One of another policy, or that is to poll all the time, yields all the same.
     pub fn beside_computing(mut self) -> Waiting {
-        self.slices = (!self.polls_always).then(Slices::default);
+        let preempts = policy(gettid()).is_ok_and(|policy| policy == SchedulingPolicy::Other);
+        self.slices = (preempts && !self.polls_always).then(Slices::default);
         self
     }
 

@@ -29,6 +29,7 @@ pub(super) fn serve(shared: &Shared) {
         gaps: Gaps::new(Waiting::chained(None, WAKES).beside_computing()),
         readers: shared.readers(),
         faults: Vec::new(),
+        has_asked: false,
         looks: 0,
         probed: Instant::now(),
     };
@@ -41,6 +42,8 @@ struct Serving<'a> {
     gaps: Gaps,
     readers: Vec<(u32, Pages)>,
     faults: Vec<Fault>,
+    /// It has handled faults since its last sleep.
+    has_asked: bool,
     /// Looks for frames alone before all is looked at again.
     looks: u32,
     probed: Instant,
@@ -74,6 +77,10 @@ impl Service for Serving<'_> {
         any
     }
 
+    fn has_asked(&self) -> bool {
+        self.has_asked
+    }
+
     /// Sleeps until something has come. While a thread of the program polls, only faults, the waker, the alarm and the time end it, and bells that were
     /// asked for before.
     fn sleep(&mut self) {
@@ -95,6 +102,7 @@ impl Service for Serving<'_> {
         let _ = poll(&mut fds, Some(&timespec((*lease / PROBES).min(LOOK))));
         turns.waker().reset_if_woken();
         turns.alarm().take();
+        self.has_asked = false;
         queues.work.take_event();
         queues.bells.take_event();
     }
@@ -146,6 +154,7 @@ impl Serving<'_> {
             let _ = userfault.read(&mut self.faults);
             for fault in &self.faults {
                 any = true;
+                self.has_asked = true;
                 match pages.view().resolve(*fault) {
                     Ok(None) => {}
                     Ok(Some(wanted)) => {

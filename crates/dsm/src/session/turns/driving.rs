@@ -36,6 +36,8 @@ pub(crate) trait Pause {
 pub(crate) trait Service: Pause {
     /// Takes all that has come, and returns whether there was anything.
     fn turn(&mut self) -> bool;
+    /// Returns whether it has asked others for something since its last sleep, for a thread that waits in the kernel.
+    fn has_asked(&self) -> bool;
     /// Sleeps until something has come, the waker is woken, or the alarm goes off.
     fn sleep(&mut self);
     /// Prepares for the next turn. Another thread has polled meanwhile, or not.
@@ -179,28 +181,24 @@ impl<D: Drive> Turns<D> {
 
     /// Serves until [`Turns::stop`], while no thread of the program polls.
     pub(crate) fn serve(&self, stage: NodeCounter, service: &mut impl Service) {
-        // It has handled something since its last sleep, of which the outcome may come.
-        let mut is_busy = false;
         while !self.stops.load(Ordering::Acquire) {
             let has_come = service.turn();
-            is_busy |= has_come;
             service.saw(has_come);
             let is_polled = self.is_polled();
             if !is_polled && (has_come || service.pause()) {
                 continue;
             }
-            if self.may_sleep(stage, is_busy) {
+            if self.may_sleep(stage, service.has_asked()) {
                 service.sleep();
-                is_busy = false;
             }
             service.awake(is_polled);
         }
     }
 
     /// Returns whether the service thread may sleep: another thread polls, or nobody waits for what comes before the alarm, or that wakes it.
-    fn may_sleep(&self, stage: NodeCounter, is_busy: bool) -> bool {
+    fn may_sleep(&self, stage: NodeCounter, has_asked: bool) -> bool {
         let mut driver = self.lock_in(stage);
-        let is_awaited = is_busy || self.sleepers.load(Ordering::Relaxed) > 0;
+        let is_awaited = has_asked || self.sleepers.load(Ordering::Relaxed) > 0;
         self.is_polled() || (self.alarm.is_set() && !is_awaited) || driver.rest()
     }
 

@@ -357,6 +357,10 @@ impl Service for Serving {
         self.turns.lock_in(STAGE).turn(thoroughly)
     }
 
+    fn has_asked(&self) -> bool {
+        false
+    }
+
     fn sleep(&mut self) {
         self.has_slept = true;
         let device = &self.turns.waker().0;
