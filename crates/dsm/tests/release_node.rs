@@ -52,6 +52,18 @@ fn take(node: &mut Node, (from, sequence): (u32, u64), unit: u64, body: Body) ->
     actions(node)
 }
 
+/// Returns the news that a node stores nothing more of nodes that are gone by an epoch.
+fn settled(epoch: u64) -> Message {
+    Message {
+        region: 7,
+        epoch,
+        sequence: epoch,
+        request: 0,
+        unit: 0,
+        body: Body::Settled,
+    }
+}
+
 /// Has node 0 write units of other homes.
 fn write(node: &mut Node, units: std::ops::Range<u64>) {
     for (task, unit) in (0..).zip(units) {
@@ -481,15 +493,7 @@ fn handle_release__after_one_for_an_acquire_that_has_lost_units_fails() {
     node.handle_compared(task, &[true]);
     node.handle_gone(1, &[id(1)]);
     actions(&mut node);
-    let settled = Message {
-        region: 7,
-        epoch: 1,
-        sequence: 0,
-        request: 0,
-        unit: 0,
-        body: Body::Settled,
-    };
-    node.handle_message(id(2), &settled).unwrap();
+    node.handle_message(id(2), &settled(1)).unwrap();
     assert!(node.acquired(round));
     let release = node.handle_release();
     assert_eq!(node.released(release), Some(Err(id(1))));
@@ -519,14 +523,6 @@ fn handle_release__behind_one_that_loses_units_fails_and_no_later_one() {
 /// Node 1 has flushed the home's unit, and is gone before that is stored.
 #[test]
 fn handle_acquire__after_a_departure_waits_until_nobody_stores_what_the_node_has_written() {
-    let settled = |epoch| Message {
-        region: 7,
-        epoch,
-        sequence: epoch,
-        request: 0,
-        unit: 0,
-        body: Body::Settled,
-    };
     for is_own_last in [true, false] {
         let mut node = node();
         take(&mut node, (2, 9), 0, FLUSH);

@@ -10,7 +10,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use common::{
-    LONG, MODES, Node, in_threads, named, run, run_as_node, run_with, start, stay, succeed, wait_for,
+    LONG, MODES, Node, in_threads, named, run, run_as_node, run_with, start, stay, succeed, until, wait_for,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
@@ -317,8 +317,8 @@ fn packets__that_are_lost_change_no_contents() {
 
 const LEASE: Duration = Duration::from_secs(8);
 
-/// Pages of a region in which [`await_lost`] finds fresh ones for a minute.
-const MANY: usize = 30_000;
+/// Pages of a region in which [`await_lost`] finds fresh ones as long as [`until`] looks.
+const MANY: usize = 40_000;
 
 /// Word of a page.
 fn word(region: &Region<'_>, page: u64, word: u64) -> Result<u64, Error> {
@@ -330,14 +330,13 @@ fn word(region: &Region<'_>, page: u64, word: u64) -> Result<u64, Error> {
 /// Reads pages from 4 on that are at home at node 1 of three, until that has left. Unlike a call of a thread, this releases and acquires nothing.
 fn await_lost(region: &Region<'_>) {
     let mut fresh = (4..MANY as u64).step_by(3);
-    let lost = loop {
-        // Time is meant: there are pages for a minute.
-        std::thread::sleep(Duration::from_millis(6));
-        if let Err(error) = word(region, fresh.next().unwrap(), 0) {
-            break error;
+    until(|| match word(region, fresh.next().unwrap(), 0) {
+        Ok(_) => Err("node 1 is there".to_owned()),
+        Err(lost) => {
+            assert_eq!(named(&lost), 1, "{lost}");
+            Ok(())
         }
-    };
-    assert_eq!(named(&lost), 1, "{lost}");
+    });
 }
 
 /// Node 1 is killed, when it has released writes, and written more. Node 0 has written a page whose home that is, and one of node 2.

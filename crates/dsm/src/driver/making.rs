@@ -149,7 +149,7 @@ impl Driver {
     }
 
     /// Returns whether a node has answered an offer of a region.
-    pub(super) fn has_answered_offer(&mut self, region: u32, node: u32) -> bool {
+    pub(super) fn has_answered_offer(&self, region: u32, node: u32) -> bool {
         let making = self.making.get(region as usize);
         making.is_some_and(|it| it.answers[node as usize].is_some())
     }

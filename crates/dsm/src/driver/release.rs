@@ -261,11 +261,9 @@ impl Driver {
     /// mapped it cannot be read.
     fn begin(&mut self, f: impl Fn(&mut Node) -> u64) -> Rounds {
         let mut rounds = Rounds::new();
-        let is_made = |region: &Option<Region>| region.as_ref().is_some_and(|it| it.is_made);
-        let made = (0..).zip(&self.regions).filter(|(_, it)| is_made(it));
-        let made: Vec<u32> = made.map(|(number, _)| number).collect();
-        for number in made {
-            if let Some(part) = self.part(number) {
+        for number in 0..self.regions.len() as u32 {
+            let is_made = self.region(number).is_some_and(|it| it.is_made);
+            if is_made && let Some(part) = self.part(number) {
                 rounds.push((number, f(&mut part.node)));
                 self.decided(number);
             }
