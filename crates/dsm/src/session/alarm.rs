@@ -73,7 +73,7 @@ impl Alarm {
     /// Takes note of the alarm if it has gone off, or sets it again if threads have left since it was set. The caller locks the driver afterwards.
     /// Threads that found the alarm set held it when they left.
     pub(crate) fn take(&self) {
-        if rustix::io::read(&self.timer, &mut [0; 8]).is_err() {
+        if !self.is_set() || rustix::io::read(&self.timer, &mut [0; 8]).is_err() {
             return;
         }
         match self.left.load(Ordering::Relaxed) == self.begun.load(Ordering::Relaxed) {
