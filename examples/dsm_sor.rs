@@ -20,6 +20,9 @@ use crate::dsm::{Node, Numbers, Options, Places, Report, acquire, seconds, share
 /// Factor of over-relaxation.
 const OMEGA: f64 = 1.25;
 
+/// Points that are relaxed together. Copies of a constant, small length are loads and stores of the processor's registers.
+const PIECE: usize = 16;
+
 /// Red-black successive over-relaxation of a grid
 #[derive(Parser)]
 struct Arguments {
@@ -64,30 +67,55 @@ impl<N: Numbers<f64>> Grid<'_, N> {
         (self.edge + 2).div_ceil(2)
     }
 
-    /// Relaxes the points of one colour in some rows, in copies of these.
+    /// Relaxes the points of one colour in some rows.
     fn relax(&self, rows: Range<usize>, colour: usize) {
-        let copy = |colour, row, out: &mut [f64]| self.numbers.read(self.places.start(colour, row), out);
-        let row = || vec![0.0; self.width()];
-        let (mut above, mut beside, mut below, mut own) = (row(), row(), row(), row());
-        copy(1 - colour, rows.start - 1, &mut above);
-        copy(1 - colour, rows.start, &mut beside);
         for row in rows {
-            copy(1 - colour, row + 1, &mut below);
-            copy(colour, row, &mut own);
             let first = 1 + (row + colour) % 2;
-            let points = first / 2..first / 2 + (self.edge + 2 - first) / 2;
-            let (above_it, below_it) = (&above[points.clone()], &below[points.clone()]);
-            let (left, right) = (&beside[..points.len()], &beside[1..]);
-            let around = above_it.iter().zip(below_it).zip(left.iter().zip(right));
-            for (old, ((above, below), (left, right))) in own[points].iter_mut().zip(around) {
-                let around = above + below + left + right;
-                *old += OMEGA * (around / 4.0 - *old);
+            let points = (self.edge + 2 - first) / 2;
+            let [above, beside, below] =
+                [row - 1, row, row + 1].map(|row| self.places.start(1 - colour, row));
+            let row = Row {
+                own: self.places.start(colour, row) + first / 2,
+                above: above + first / 2,
+                below: below + first / 2,
+                beside,
+            };
+            let whole = points - points % PIECE;
+            for point in (0..whole).step_by(PIECE) {
+                self.relax_piece::<PIECE>(&row, point);
             }
-            self.numbers.write(self.places.start(colour, row), &own);
-            std::mem::swap(&mut above, &mut beside);
-            std::mem::swap(&mut beside, &mut below);
+            for point in whole..points {
+                self.relax_piece::<1>(&row, point);
+            }
         }
     }
+
+    /// Relaxes some points of a row, which are side by side, in copies.
+    #[inline]
+    fn relax_piece<const LEN: usize>(&self, row: &Row, point: usize) {
+        let read = |start: usize| {
+            let mut numbers = [0.0; LEN];
+            self.numbers.read(start + point, &mut numbers);
+            numbers
+        };
+        let (above, below) = (read(row.above), read(row.below));
+        let (left, right) = (read(row.beside), read(row.beside + 1));
+        let mut points = read(row.own);
+        for i in 0..LEN {
+            let around = above[i] + below[i] + left[i] + right[i];
+            points[i] += OMEGA * (around / 4.0 - points[i]);
+        }
+        self.numbers.write(row.own + point, &points);
+    }
+}
+
+/// Indices of the first point of one colour in a row that is not of the border, and of the numbers around it.
+struct Row {
+    own: usize,
+    above: usize,
+    below: usize,
+    /// Of the number at the left; that at the right is the next one.
+    beside: usize,
 }
 
 impl Grid<'_, Array<'_, f64>> {

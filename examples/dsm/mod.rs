@@ -67,9 +67,11 @@ impl<T: Number> Numbers<T> for Array<'_, T> {
     fn set(&self, index: usize, value: T) {
         Array::set(self, index, value);
     }
+    #[inline]
     fn read(&self, start: usize, out: &mut [T]) {
         Array::read(self, start, out);
     }
+    #[inline]
     fn write(&self, start: usize, values: &[T]) {
         Array::write(self, start, values);
     }
@@ -84,12 +86,14 @@ impl<T: Copy> Numbers<T> for Vec<Cell<T>> {
     fn set(&self, index: usize, value: T) {
         self[index].set(value);
     }
+    #[inline]
     fn read(&self, start: usize, out: &mut [T]) {
         let cells = &self[start..start + out.len()];
         out.iter_mut()
             .zip(cells)
             .for_each(|(out, cell)| *out = cell.get());
     }
+    #[inline]
     fn write(&self, start: usize, values: &[T]) {
         let cells = &self[start..start + values.len()];
         values
