@@ -390,6 +390,12 @@ impl Driver {
         self.each_link(Link::tell);
     }
 
+    /// Has the nodes ring no bell that would, as this one polls again.
+    pub(crate) fn tell_awake(&mut self) {
+        self.each_link(Link::tell_awake);
+        self.poll_work();
+    }
+
     fn peer(&mut self, number: u32) -> Option<&mut Peer> {
         self.peers.get_mut(number as usize)
     }

@@ -27,8 +27,11 @@ const READS: u32 = 32;
 /// this one.
 const BELLS: u32 = 2 * SLOTS;
 
-/// Send requests of a link: frames, as many bells, reads, a probe, and the word.
-const SENDS: u32 = 2 * SLOTS + READS + 2;
+/// Requests that a link posts whatever it has posted before: a probe, and the word of an awake and of a sleeping node.
+const RESERVED: u32 = 3;
+
+/// Send requests of a link: frames, as many bells, reads, and the reserved ones.
+const SENDS: u32 = 2 * SLOTS + READS + RESERVED;
 
 /// Requests without a completion, from which on messages wait.
 const CROWDED: u32 = SENDS - READS - 8;
@@ -330,7 +333,7 @@ impl Link {
     }
 
     fn has_room_for_bell(&self) -> bool {
-        self.outstanding < SENDS - READS - 2
+        self.outstanding < SENDS - READS - RESERVED
     }
 
     fn post_bell_request(&mut self) -> Result<(), LinkError> {
@@ -339,15 +342,27 @@ impl Link {
 
     /// Tells the node that this one will not look at its ring until the bell rings, if the node would not ring it.
     pub(crate) fn tell_sleep(&mut self) -> Result<(), LinkError> {
-        let Some(sleeps) = self.end.tell_sleep() else {
-            return Ok(());
-        };
+        match self.end.tell_sleep() {
+            Some(word) => self.write_word(word),
+            None => Ok(()),
+        }
+    }
+
+    /// Tells the node that this one looks at its ring again, if the node would ring the bell.
+    pub(crate) fn tell_awake(&mut self) -> Result<(), LinkError> {
+        match self.end.tell_awake() {
+            Some(word) => self.write_word(word),
+            None => Ok(()),
+        }
+    }
+
+    fn write_word(&mut self, word: u32) -> Result<(), LinkError> {
         self.buffers
-            .write(WORD_AT as u64, &sleeps.to_le_bytes())
+            .write(WORD_AT as u64, &word.to_le_bytes())
             .map_err(|_| LinkError::Buffers)?;
-        let word = self.buffers_mr.sge(WORD_AT as u64, 4);
-        let request = SendRequest::write(word, self.remote(SLEEPS_AT, 4));
-        self.post_request(request, WorkId::Word(sleeps))
+        let value = self.buffers_mr.sge(WORD_AT as u64, 4);
+        let request = SendRequest::write(value, self.remote(SLEEPS_AT, 4));
+        self.post_request(request, WorkId::Word(word))
     }
 
     /// Takes the completion of the word.

@@ -2,7 +2,7 @@
 //!
 //! A node that has written a frame directly looks at the word of the reader; a reader that is about to sleep writes its word, and then looks at its ring
 //! once more. A `SeqCst` fence stands between the two steps on both sides, so at least one of them sees the other: either the bell rings, or the
-//! reader finds the frame.
+//! reader finds the frame. A reader that polls again, and has nothing to send, writes its word once more.
 
 use std::sync::atomic::Ordering;
 
@@ -52,7 +52,7 @@ pub(super) struct End {
     rung: u32,
     /// A frame was posted since the last look whether the bell is to be rung.
     owes_bell: bool,
-    /// Value of this node's word at the peer.
+    /// Value of this node's word at the peer: odd if it sleeps. At 0 the peer rings always.
     sleeps: u32,
     sleep: Sleep,
 }
@@ -132,11 +132,11 @@ impl End {
     /// [`End::must_ring`] then tells whether it may have gone to sleep again.
     pub(super) fn may_rouse(&mut self, ring: &impl Ring) -> bool {
         let word = ring.word();
-        let sleeps = self.owes_bell && self.is_direct && word != 0 && word != self.rung;
-        if sleeps {
+        let rouses = self.owes_bell && self.is_direct && tells_sleep(word) && word != self.rung;
+        if rouses {
             self.rung = word;
         }
-        sleeps
+        rouses
     }
 
     /// Returns whether the bell must be rung, as the peer may not see the frames that were posted: they are on their way, or it sleeps.
@@ -149,7 +149,7 @@ impl End {
         // Pairs with the fence of `driver::rest::rest`.
         ring.fence(Ordering::SeqCst);
         let word = ring.word();
-        if self.is_direct && word != 0 && word == self.rung {
+        if self.is_direct && word != 0 && (word == self.rung || !tells_sleep(word)) {
             return false;
         }
         self.rung = word;
@@ -179,8 +179,17 @@ impl End {
             return None;
         }
         self.sleep = Sleep::Writing;
-        // 0 is the value at first: the peer then rings always.
-        self.sleeps = self.sleeps.checked_add(1).unwrap_or(1);
+        self.sleeps = self.sleeps.wrapping_add(1) | 1;
+        Some(self.sleeps)
+    }
+
+    /// Returns the word that is to be written at a peer that would ring the bell, as this node polls again.
+    pub(super) fn tell_awake(&mut self) -> Option<u32> {
+        if self.sleep != Sleep::Told {
+            return None;
+        }
+        self.sleep = Sleep::Awake;
+        self.sleeps = self.sleeps.wrapping_add(1);
         Some(self.sleeps)
     }
 
@@ -200,6 +209,11 @@ impl End {
     pub(super) fn is_awake(&self) -> bool {
         self.sleep == Sleep::Awake
     }
+}
+
+/// Returns whether a word says that the node sleeps which has written it.
+fn tells_sleep(word: u32) -> bool {
+    word % 2 == 1
 }
 
 #[cfg(test)]

@@ -54,6 +54,10 @@ impl Drive for Driver {
         rest(self)
     }
 
+    fn tell_awake(&mut self) {
+        Driver::tell_awake(self);
+    }
+
     fn settle(&mut self, stage: NodeCounter) {
         Driver::settle(self);
         self.count_events(stage);

@@ -47,7 +47,7 @@ use crate::bytes::{le16, le32, le64, need, put};
 pub const HELLO_LEN: usize = 44;
 
 /// Version of the messages of the shared memory.
-pub const VERSION: u16 = 5;
+pub const VERSION: u16 = 6;
 
 const MAGIC: &[u8; 8] = b"RDMUXDSM";
 

@@ -29,6 +29,8 @@ enum Without {
     FenceOfRest,
     /// The word is not written.
     Word,
+    /// It is written the first time that a node rests.
+    NewWord,
     /// The bell is not rung.
     Bell,
     /// It is rung early alone.
@@ -167,6 +169,8 @@ struct Node {
     is_armed: bool,
     /// The next turn is the last look before a sleep.
     rests: bool,
+    /// It has polled, and told so.
+    has_polled: bool,
     without: Without,
 }
 
@@ -220,6 +224,15 @@ impl Node {
         rung > 0
     }
 
+    /// Polls instead of the sleep for which it has prepared.
+    fn poll(&mut self) {
+        self.turn(true);
+        if let Some(word) = self.end.tell_awake() {
+            self.peer.word.store(word, Release);
+            self.has_polled = true;
+        }
+    }
+
     /// Takes turns and sleeps until so many messages have come.
     fn wait_for(&mut self, got: u32) {
         while self.got < got {
@@ -235,7 +248,12 @@ impl Looks for Node {
     fn tell_sleep(&mut self) {
         self.rests = true;
         if let Some(word) = self.end.tell_sleep() {
-            if self.without != Without::Word {
+            let is_left_out = match self.without {
+                Without::Word => true,
+                Without::NewWord => self.has_polled,
+                _ => false,
+            };
+            if !is_left_out {
                 self.peer.word.store(word, Release);
             }
             self.end.has_told_sleep(word);
@@ -298,6 +316,7 @@ fn nodes(without: Without) -> [Node; 2] {
         flight: None,
         is_armed: false,
         rests: false,
+        has_polled: false,
         without: Without::Nothing,
     };
     let mut nodes = [node(0), node(1)];
@@ -338,6 +357,19 @@ fn frame_to_a_node_that_rests(without: Without) {
 
 fn two_frames_to_a_node_that_rests(without: Without) {
     frames_to_a_node_that_rests(2, without);
+}
+
+/// A node that was about to sleep polls instead, and goes to sleep then, while its peer writes a frame.
+fn frame_to_a_node_that_polls_again(without: Without) {
+    let [mut sender, mut receiver] = nodes(without);
+    let sender = thread::spawn(move || {
+        sender.undone = 1;
+        sender.settle();
+    });
+    rest(&mut receiver);
+    receiver.poll();
+    receiver.wait_for(1);
+    sender.join().unwrap();
 }
 
 /// A node that sleeps is left something to ask, and rests again until the answer comes.
@@ -401,6 +433,27 @@ fn rest__while_a_frame_comes() {
     assert!(holds(frame_to_a_node_that_rests, Without::Nothing));
     assert!(holds(two_frames_to_a_node_that_rests, Without::Nothing));
     assert!(holds(frame_by_packets, Without::Nothing));
+    assert!(holds(frame_to_a_node_that_polls_again, Without::Nothing));
+}
+
+/// A peer rings no bell for a node that polls again, and does so for its next sleep.
+#[test]
+fn tell_awake__until_the_next_sleep() {
+    loom::model(|| {
+        let [mut sender, mut receiver] = nodes(Without::Nothing);
+        let place = receiver.own.place.clone();
+        let mut send = || {
+            sender.undone = 1;
+            sender.settle();
+            place.bells.lock().unwrap().rung
+        };
+        assert!(rest(&mut receiver));
+        receiver.poll();
+        assert_eq!(send(), 0);
+        receiver.turn(true);
+        assert!(rest(&mut receiver));
+        assert_eq!(send(), 1);
+    });
 }
 
 #[test]
@@ -428,6 +481,7 @@ fn end__without_any_part_frames_are_lost() {
         assert!(!holds(frame_to_a_node_that_rests, without), "{without:?}");
     }
     assert!(!holds(two_frames_to_a_node_that_rests, Without::LastBell));
+    assert!(!holds(frame_to_a_node_that_polls_again, Without::NewWord));
     assert!(!holds(question_of_a_node_that_rests, Without::Again));
     assert!(!holds(frame_by_packets, Without::Completion));
     assert!(!holds(slot_again, Without::EarlyRead));

@@ -18,6 +18,8 @@ pub(crate) trait Drive {
     /// Prepares for a time in which nobody takes turns, but all that comes wakes the service thread. Returns false if that is not so
     /// yet: try again.
     fn rest(&mut self) -> bool;
+    /// Has the others ring no bell, as a thread polls that has found nothing so far.
+    fn tell_awake(&mut self);
     /// Ends a change by a thread that handles the events of a stage.
     fn settle(&mut self, stage: NodeCounter);
     /// Returns a number that has grown if a thread that waits should look again.
@@ -122,6 +124,8 @@ impl<D: Drive> Turns<D> {
                 let result = done(&mut driver).transpose();
                 if result.is_some() {
                     self.leave(&mut driver);
+                } else if turn == TURNS {
+                    driver.tell_awake();
                 }
                 drop(driver);
                 pause.saw(has_come || result.is_some());

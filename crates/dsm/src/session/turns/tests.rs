@@ -268,6 +268,8 @@ struct Messages {
     changes: u64,
     /// As that of [`crate::driver::Driver`]: the device is armed, and no thorough turn has been since.
     is_armed: bool,
+    /// It has told the others that it rests.
+    has_told: bool,
 }
 
 impl Messages {
@@ -297,6 +299,7 @@ impl Drive for Messages {
 
     /// As [`crate::driver::rest::rest`].
     fn rest(&mut self) -> bool {
+        self.has_told = true;
         // Its word is not there yet.
         if std::mem::take(&mut self.device.state().is_relied_on) {
             return false;
@@ -318,6 +321,12 @@ impl Drive for Messages {
         }
         self.is_armed = !has_come;
         !has_come
+    }
+
+    fn tell_awake(&mut self) {
+        if std::mem::take(&mut self.has_told) {
+            self.device.state().is_relied_on = true;
+        }
     }
 
     fn settle(&mut self, _: NodeCounter) {}
@@ -388,6 +397,7 @@ impl Node {
             got: [false; MESSAGES],
             changes: 0,
             is_armed: false,
+            has_told: false,
         };
         let turns = Rc::new(Turns::new(
             messages,
@@ -577,6 +587,8 @@ impl Drive for Calls {
     fn rest(&mut self) -> bool {
         true
     }
+
+    fn tell_awake(&mut self) {}
 
     fn settle(&mut self, _: NodeCounter) {}
 
