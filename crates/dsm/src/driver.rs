@@ -393,7 +393,6 @@ impl Driver {
     /// Has the nodes ring no bell that would, as this one polls again.
     pub(crate) fn tell_awake(&mut self) {
         self.each_link(Link::tell_awake);
-        self.poll_work();
     }
 
     fn peer(&mut self, number: u32) -> Option<&mut Peer> {

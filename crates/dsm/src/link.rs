@@ -27,11 +27,8 @@ const READS: u32 = 32;
 /// this one.
 const BELLS: u32 = 2 * SLOTS;
 
-/// Requests that a link posts whatever it has posted before: a probe, and the word of an awake and of a sleeping node.
-const RESERVED: u32 = 3;
-
-/// Send requests of a link: frames, as many bells, reads, and the reserved ones.
-const SENDS: u32 = 2 * SLOTS + READS + RESERVED;
+/// Send requests of a link: frames, as many bells, reads, a probe, and the word.
+const SENDS: u32 = 2 * SLOTS + READS + 2;
 
 /// Requests without a completion, from which on messages wait.
 const CROWDED: u32 = SENDS - READS - 8;
@@ -247,7 +244,7 @@ impl Link {
     pub(crate) fn send(&mut self, message: [u8; MESSAGE_LEN]) -> Result<(), LinkError> {
         self.waiting.push_back(message);
         self.send_waiting()?;
-        if self.has_room_for_bell() && self.end.may_rouse(&*self.ring) {
+        if self.has_room() && self.end.may_rouse(&*self.ring) {
             self.post_bell_request()?;
         }
         match self.waiting.len() > WAITING_MAX {
@@ -326,14 +323,14 @@ impl Link {
 
     /// Rings the bell if the node may not see the frames that were posted: they are on their way, or it sleeps.
     pub(crate) fn ring(&mut self) -> Result<(), LinkError> {
-        match self.has_room_for_bell() && self.end.must_ring(&*self.ring) {
+        match self.has_room() && self.end.must_ring(&*self.ring) {
             true => self.post_bell_request(),
             false => Ok(()),
         }
     }
 
-    fn has_room_for_bell(&self) -> bool {
-        self.outstanding < SENDS - READS - RESERVED
+    fn has_room(&self) -> bool {
+        self.outstanding < SENDS - READS - 2
     }
 
     fn post_bell_request(&mut self) -> Result<(), LinkError> {
@@ -350,10 +347,12 @@ impl Link {
 
     /// Tells the node that this one looks at its ring again, if the node would ring the bell.
     pub(crate) fn tell_awake(&mut self) -> Result<(), LinkError> {
-        match self.end.tell_awake() {
-            Some(word) => self.write_word(word),
-            None => Ok(()),
+        if self.has_room()
+            && let Some(word) = self.end.tell_awake()
+        {
+            self.write_word(word)?;
         }
+        Ok(())
     }
 
     fn write_word(&mut self, word: u32) -> Result<(), LinkError> {

@@ -695,6 +695,10 @@ impl Pause for Gaps {
         self.has_slept |= !polls;
         polls
     }
+
+    fn keeps_cpu(&self) -> bool {
+        self.waiting.keeps_cpu()
+    }
 }
 
 /// Waiting policy of a kind of waits.

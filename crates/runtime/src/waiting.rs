@@ -29,6 +29,8 @@ pub struct Waiting {
     since: Instant,
     /// It never sleeps.
     polls_always: bool,
+    /// The last pause was a spin.
+    keeps_cpu: bool,
     /// `None` if the thread yields however long that takes.
     slices: Option<Slices>,
 }
@@ -87,6 +89,7 @@ impl Waiting {
             load: Load::default(),
             since: Instant::now(),
             polls_always: pinned == Some(WaitMode::Running),
+            keeps_cpu: false,
             slices: None,
         }
     }
@@ -107,7 +110,9 @@ impl Waiting {
 
     /// Pauses between two polls of a wait that began at `began`. Returns false once the thread should sleep.
     pub fn pause(&mut self, began: Instant) -> bool {
-        match self.plan(elapsed_ns(began)) {
+        let plan = self.plan(elapsed_ns(began));
+        self.keeps_cpu = matches!(plan, Plan::Spin { .. });
+        match plan {
             Plan::Sleep => return false,
             Plan::Yield => match &mut self.slices {
                 Some(slices) => return slices.yields(),
@@ -116,6 +121,11 @@ impl Waiting {
             Plan::Spin { .. } => std::hint::spin_loop(),
         }
         true
+    }
+
+    /// Returns whether the last pause has yielded the CPU to nobody, as no other task wants it.
+    pub fn keeps_cpu(&self) -> bool {
+        self.keeps_cpu
     }
 
     fn plan(&mut self, waited_ns: u64) -> Plan {

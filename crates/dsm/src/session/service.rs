@@ -59,6 +59,10 @@ impl Pause for Serving<'_> {
         self.looks = if polls { LOOKS } else { 0 };
         polls
     }
+
+    fn keeps_cpu(&self) -> bool {
+        self.gaps.keeps_cpu()
+    }
 }
 
 impl Service for Serving<'_> {

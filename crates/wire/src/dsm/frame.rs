@@ -4,8 +4,8 @@
 //! (n - 1) % [`SLOTS`]; its count is written last, so a node that polls the ring sees whole frames. A slot is written again when its frame was
 //! handled. A node that does not poll is woken by a *bell*, a SEND without bytes, behind a frame.
 //!
-//! A node that is about to sleep writes a greater odd number into the word of those that write its ring directly, without packets; one that polls
-//! again and has no frame to send writes the next even one. These ring no bell for an even number, none for an odd one for which they have rung
+//! A node that is about to sleep writes the next odd number, modulo 2^32, into the word of those that write its ring directly, without packets;
+//! one that polls again and has no frame to send writes the next even one. These ring no bell for an even number, none for an odd one for which they have rung
 //! one, and none for a number that a frame of the sleeper says it has woken from. For 0, and where a frame travels by packets, they always do.
 //!
 //! | bytes | field |

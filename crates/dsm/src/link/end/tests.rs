@@ -29,7 +29,7 @@ enum Without {
     FenceOfRest,
     /// The word is not written.
     Word,
-    /// It is written the first time that a node rests.
+    /// It is not written for a sleep after the node has polled.
     NewWord,
     /// The bell is not rung.
     Bell,
@@ -436,7 +436,7 @@ fn rest__while_a_frame_comes() {
     assert!(holds(frame_to_a_node_that_polls_again, Without::Nothing));
 }
 
-/// A peer rings no bell for a node that polls again, and does so for its next sleep.
+/// A peer rings no bell for a node that polls again, and one for its next sleep.
 #[test]
 fn tell_awake__until_the_next_sleep() {
     loom::model(|| {

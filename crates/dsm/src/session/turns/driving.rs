@@ -18,7 +18,7 @@ pub(crate) trait Drive {
     /// Prepares for a time in which nobody takes turns, but all that comes wakes the service thread. Returns false if that is not so
     /// yet: try again.
     fn rest(&mut self) -> bool;
-    /// Has the others ring no bell, as a thread polls that has found nothing so far.
+    /// Has the others ring no bell, as a thread polls without yielding its CPU.
     fn tell_awake(&mut self);
     /// Ends a change by a thread that handles the events of a stage.
     fn settle(&mut self, stage: NodeCounter);
@@ -32,6 +32,8 @@ pub(crate) trait Pause {
     fn saw(&mut self, has_come: bool);
     /// Pauses before another look. Returns false once the thread should sleep.
     fn pause(&mut self) -> bool;
+    /// Returns whether the last pause has yielded the CPU to nobody, so that the next look follows at once.
+    fn keeps_cpu(&self) -> bool;
 }
 
 /// The service thread.
@@ -124,8 +126,6 @@ impl<D: Drive> Turns<D> {
                 let result = done(&mut driver).transpose();
                 if result.is_some() {
                     self.leave(&mut driver);
-                } else if turn == TURNS {
-                    driver.tell_awake();
                 }
                 drop(driver);
                 pause.saw(has_come || result.is_some());
@@ -135,6 +135,9 @@ impl<D: Drive> Turns<D> {
                 spin_loop();
             }
             if pause.pause() {
+                if pause.keeps_cpu() {
+                    self.lock().tell_awake();
+                }
                 continue;
             }
             let mut driver = self.lock();

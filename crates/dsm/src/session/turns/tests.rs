@@ -336,14 +336,20 @@ impl Drive for Messages {
     }
 }
 
-/// Never polls.
-struct Sleepy;
+/// Polls a few times, and then sleeps always.
+struct Polls(u32);
 
-impl Pause for Sleepy {
+impl Pause for Polls {
     fn saw(&mut self, _: bool) {}
 
     fn pause(&mut self) -> bool {
-        false
+        let polls = self.0 > 0;
+        self.0 = self.0.saturating_sub(1);
+        polls
+    }
+
+    fn keeps_cpu(&self) -> bool {
+        true
     }
 }
 
@@ -356,6 +362,10 @@ impl Pause for Serving {
     fn saw(&mut self, _: bool) {}
 
     fn pause(&mut self) -> bool {
+        false
+    }
+
+    fn keeps_cpu(&self) -> bool {
         false
     }
 }
@@ -420,7 +430,7 @@ impl Node {
     }
 
     /// A thread of the program waits for a message.
-    fn wait_for(&self, message: usize) -> thread::JoinHandle<()> {
+    fn wait_for(&self, message: usize, mut pause: Polls) -> thread::JoinHandle<()> {
         let turns = self.turns.clone();
         thread::spawn(move || {
             let mut has_sent = false;
@@ -430,7 +440,7 @@ impl Node {
                 }
                 Ok::<_, ()>(messages.got[message].then_some(()))
             };
-            turns.wait(&mut Sleepy, has_come).unwrap();
+            turns.wait(&mut pause, has_come).unwrap();
         })
     }
 
@@ -444,7 +454,16 @@ impl Node {
 /// A thread waits for a message.
 fn one_waits() {
     let node = Node::new();
-    let waits = node.wait_for(0);
+    let waits = node.wait_for(0, Polls(0));
+    node.device.deliver(0);
+    waits.join().unwrap();
+    node.end();
+}
+
+/// A thread that waits polls once more, before it sleeps.
+fn one_polls() {
+    let node = Node::new();
+    let waits = node.wait_for(0, Polls(1));
     node.device.deliver(0);
     waits.join().unwrap();
     node.end();
@@ -453,7 +472,7 @@ fn one_waits() {
 /// Two threads wait, each for a message of its own.
 fn two_wait() {
     let node = Node::new();
-    let waits = [0, 1].map(|message| node.wait_for(message));
+    let waits = [0, 1].map(|message| node.wait_for(message, Polls(0)));
     node.device.deliver(0);
     node.device.deliver(1);
     for thread in waits {
@@ -504,6 +523,7 @@ fn holds(model: fn(), without: Without) -> bool {
 #[test]
 fn wait__ends_when_its_message_comes() {
     assert!(holds(one_waits, Without::Nothing));
+    assert!(holds(one_polls, Without::Nothing));
     assert!(holds(two_wait, Without::Nothing));
 }
 
@@ -602,7 +622,7 @@ fn carry_out(turns: &Turns<Calls>, thread: usize, call: Call) {
     let mut driver: Driving<'_, _> = turns.lock();
     driver.call(thread, call);
     drop(driver);
-    let outcome = turns.wait(&mut Sleepy, |calls| {
+    let outcome = turns.wait(&mut Polls(0), |calls| {
         let outcome = calls.outcomes[thread].take();
         match WITHOUT.get() {
             Without::Outcome => Ok(Some(Ok(Success::Done))),
