@@ -21,7 +21,7 @@ use super::session::{Broken, Heard, Identity, Role, Session};
 use super::{PeerEvent, PeerId, RemoteKey, SharedBy, SharedId, Warned, Why};
 
 /// Time for which a peer that has no node, or none of the same key, is not asked again.
-const NONE_TIME: Duration = Duration::from_secs(5);
+pub(super) const NONE_TIME: Duration = Duration::from_secs(5);
 /// Peers, and addresses that have none.
 pub(super) const PEERS_MAX: usize = 8192;
 /// Links of nodes that have not shown yet that they have the key.

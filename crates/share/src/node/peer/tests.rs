@@ -12,6 +12,7 @@ use rdmux_wire::node::peer::TenantName;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::machine::NONE_TIME;
 use super::session::ANSWER_TIME;
 use super::shared::RECEIVE;
 use super::*;
@@ -665,14 +666,37 @@ impl Drop for Other {
     }
 }
 
+/// Starts a peer whose queue pair 22 is connected to 11 of a host. A peer that waits for a CPU longer than a node waits for its answer is started
+/// again.
+fn connected_to_other(a: &mut Host, peer: u8) -> Other {
+    for _ in 0..3 {
+        a.add(11);
+        let other = Other::start(peer, a.number);
+        a.bind(11, peer, 22);
+        let is_bound = run([&mut *a], |[a]| {
+            let is_bound = a.find(bound(11)).map(|_| true);
+            is_bound.or_else(|| {
+                let why = a.find(own(11))?;
+                assert_eq!(why, Why::NoNode);
+                Some(false)
+            })
+        });
+        if is_bound {
+            return other;
+        }
+        drop(other);
+        a.peers.remove_qp(Instant::now(), qpn(11));
+        // Its address is not asked again before.
+        std::thread::sleep(NONE_TIME);
+    }
+    panic!("the peer does not answer");
+}
+
 #[test]
 fn peers__one_that_is_killed_or_stopped_and_started_again() {
     let mut a = Host::new(17, 7);
     for signal in [Signal::KILL, Signal::STOP] {
-        a.add(11);
-        let other = Other::start(18, 17);
-        a.bind(11, 18, 22);
-        run([&mut a], |[a]| a.find(bound(11)));
+        let other = connected_to_other(&mut a, 18);
         let began = Instant::now();
         other.signal(signal);
         run([&mut a], |[a]| a.find(gone(18)));
