@@ -451,22 +451,21 @@ impl Node {
     }
 }
 
-/// A thread waits for a message.
-fn one_waits() {
+/// A thread waits for a message, and polls for it some times more before it sleeps.
+fn one_waits_and_polls(times: u32) {
     let node = Node::new();
-    let waits = node.wait_for(0, Polls(0));
+    let waits = node.wait_for(0, Polls(times));
     node.device.deliver(0);
     waits.join().unwrap();
     node.end();
 }
 
-/// A thread that waits polls once more, before it sleeps.
+fn one_waits() {
+    one_waits_and_polls(0);
+}
+
 fn one_polls() {
-    let node = Node::new();
-    let waits = node.wait_for(0, Polls(1));
-    node.device.deliver(0);
-    waits.join().unwrap();
-    node.end();
+    one_waits_and_polls(1);
 }
 
 /// Two threads wait, each for a message of its own.

@@ -97,9 +97,12 @@ impl Host {
     }
 
     fn bind(&mut self, number: u32, peer: u8, dest: u32) {
+        self.bind_at(Instant::now(), number, peer, dest);
+    }
+
+    fn bind_at(&mut self, now: Instant, number: u32, peer: u8, dest: u32) {
         let far = (ip(peer), qpn(dest), 0);
-        self.peers
-            .bind(Instant::now(), qpn(number), far, Access::REMOTE_WRITE);
+        self.peers.bind(now, qpn(number), far, Access::REMOTE_WRITE);
     }
 
     fn turn(&mut self) {
@@ -669,10 +672,11 @@ impl Drop for Other {
 /// Starts a peer whose queue pair 22 is connected to 11 of a host. A peer that waits for a CPU longer than a node waits for its answer is started
 /// again.
 fn connected_to_other(a: &mut Host, peer: u8) -> Other {
-    for _ in 0..3 {
+    for tries in 0..3 {
         a.add(11);
         let other = Other::start(peer, a.number);
-        a.bind(11, peer, 22);
+        // Its address is not asked again before.
+        a.bind_at(Instant::now() + tries * NONE_TIME, 11, peer, 22);
         let is_bound = run([&mut *a], |[a]| {
             let is_bound = a.find(bound(11)).map(|_| true);
             is_bound.or_else(|| {
@@ -686,8 +690,6 @@ fn connected_to_other(a: &mut Host, peer: u8) -> Other {
         }
         drop(other);
         a.peers.remove_qp(Instant::now(), qpn(11));
-        // Its address is not asked again before.
-        std::thread::sleep(NONE_TIME);
     }
     panic!("the peer does not answer");
 }
