@@ -48,6 +48,15 @@ finish() {
   return $status
 }
 
+# A test that fails ends its programs and its losses: the tests after it need the ports, and a link that loses nothing.
+clean_up() {
+  local left
+  left=$(jobs -p)
+  [ -z "$left" ] || kill -KILL $left 2>/dev/null || true
+  [ ! -e /sys/class/net/ifb1 ] || lose_nothing
+}
+trap '[ $? = 0 ] || clean_up' EXIT
+
 # v1 (10.9.0.1, fd09::1) in the first namespace and v2 (10.9.0.2, fd09::2) in the namespace n2. An MTU of 4200 gives a path
 # MTU of 4096.
 setup_net() {
