@@ -5,6 +5,11 @@
 //! alone hands them out*. The records are in its own memory, out of the reach of what any program writes: no foreign pointer harms them, and they end
 //! with the node, as what they are about does. To allocate at another node and to free another node's memory is a request to it, and an answer.
 //! Allocating at the own node takes no message.
+//!
+//! With release consistency, a free synchronises with the allocation that hands the same memory out again, as in C. [`Heap::free`] releases before it
+//! asks: a copy of this node that is still to be flushed would change what the next owner writes. [`Heap::allocate`] acquires after the answer: an old
+//! copy would be the twin of what the new owner writes, and bytes that it writes with their old values would not be flushed. A home needs no acquire
+//! for its own memory, as its frames have all that was released.
 
 mod arena;
 
@@ -22,7 +27,7 @@ use crate::memory::Access;
 use crate::placement::Placement;
 use crate::protocol::HomesError;
 use crate::region::Region;
-use crate::session::{Error, FaultMode, RegionOptions, Session};
+use crate::session::{Consistency, Error, FaultMode, RegionOptions, Session};
 
 /// Settings of a heap, the same on all nodes but for the mode.
 #[derive(Clone, Debug)]
@@ -32,16 +37,29 @@ pub struct HeapOptions {
     pub bytes: u64,
     /// The way by which faults are answered at this node.
     pub mode: FaultMode,
+    /// The order of accesses of different nodes to an object.
+    pub consistency: Consistency,
 }
 
 impl HeapOptions {
-    /// Describes a heap whose faults are answered as the environment says.
+    /// Describes a heap with sequential consistency whose faults are answered as the environment says.
     ///
     /// # Errors
     /// [`Error::FaultMode`].
     pub fn new(bytes: u64) -> Result<HeapOptions, Error> {
         let mode = FaultMode::of_environment()?;
-        Ok(HeapOptions { bytes, mode })
+        let consistency = Consistency::Sequential;
+        Ok(HeapOptions {
+            bytes,
+            mode,
+            consistency,
+        })
+    }
+
+    /// Sets the order of accesses of different nodes.
+    #[must_use]
+    pub fn consistency(self, consistency: Consistency) -> HeapOptions {
+        HeapOptions { consistency, ..self }
     }
 }
 
@@ -81,6 +99,7 @@ impl Plan {
             let options = RegionOptions {
                 unit,
                 homes: Placement::Named(named.collect()),
+                consistency: options.consistency,
                 ..RegionOptions::in_mode(bytes, options.mode)
             };
             Ok((options, own * each..(own + 1) * each))
@@ -99,6 +118,7 @@ impl Plan {
 #[derive(Debug)]
 pub struct Heap<'a> {
     session: &'a Session,
+    consistency: Consistency,
     /// By the sizes of their units.
     regions: Vec<Region<'a>>,
     /// Objects that were placed in turn.
@@ -106,9 +126,10 @@ pub struct Heap<'a> {
 }
 
 impl<'a> Heap<'a> {
-    pub(crate) fn new(session: &'a Session, regions: Vec<Region<'a>>) -> Heap<'a> {
+    pub(crate) fn new(session: &'a Session, consistency: Consistency, regions: Vec<Region<'a>>) -> Heap<'a> {
         Heap {
             session,
+            consistency,
             regions,
             turns: AtomicU32::new(session.node()),
         }
@@ -117,9 +138,12 @@ impl<'a> Heap<'a> {
     /// Allocates an object, at home at a node, and returns its address. Its bytes are 0 if they were never allocated before, and else what they were.
     /// Other nodes may use and free it.
     ///
+    /// In a heap with release consistency this acquires, as [`Thread::acquire`](crate::Thread::acquire) does, if the object is at home at another node:
+    /// so what was written there before it was freed neither changes what this node writes, nor hides it.
+    ///
     /// # Errors
     /// [`Error::NoRoom`] if the node has no room for it; [`Error::Object`] if it is to be aligned to more than a page; the node is gone, or there is
-    /// none of that number.
+    /// none of that number; or the system has refused a change of pages, and the object stays allocated.
     pub fn allocate(&self, layout: Layout, place: Place) -> Result<u64, Error> {
         let nodes = self.session.nodes();
         let node = match place {
@@ -150,13 +174,19 @@ impl<'a> Heap<'a> {
         // No correct node hands out memory that is not its own.
         let offset = unit.filter(|offset| self.owner(region, *offset) == node);
         let offset = offset.ok_or_else(|| Error::Failed(format!("node {node} hands out foreign memory")))?;
+        if self.is_release() && node != self.session.node() {
+            self.session.shared().acquire_released()?;
+        }
         Ok(region.address() + region.place(offset))
     }
 
-    /// Frees an object by its address, on any node.
+    /// Frees an object by its address, on any node. In a heap with release consistency this releases before that, as
+    /// [`Thread::release`](crate::Thread::release) does.
     ///
     /// # Errors
-    /// [`Error::NotAllocated`] if no object begins there, or it was freed already. Nothing has changed then. The object's home is gone.
+    /// [`Error::NotAllocated`] if no object begins there, or it was freed already; or the object's home is gone; or, with release consistency,
+    /// [`Error::Unreleased`] if something that this node has written, there or elsewhere, is lost with its home. Nothing is freed then: after
+    /// [`Error::Unreleased`] the object is still allocated, and another call frees it if its own home is there.
     pub fn free(&self, address: u64) -> Result<(), Error> {
         let stranger = Error::NotAllocated { address };
         let whole = |region: &&Region<'_>| region.bytes_at(address, region.unit_bytes()).is_some();
@@ -171,10 +201,17 @@ impl<'a> Heap<'a> {
         let home = NodeId::new(self.owner(region, offset)).ok_or(HomesError::NoNodes)?;
         let unit = offset / region.unit_bytes();
         let shared = self.session.shared();
+        if self.is_release() {
+            shared.release()?;
+        }
         match shared.memory(home, region.number(), Body::Free { unit })? {
             Body::Done { .. } => Ok(()),
             _ => Err(stranger),
         }
+    }
+
+    fn is_release(&self) -> bool {
+        self.consistency == Consistency::Release
     }
 
     /// Returns the node that hands out a byte of a region.
@@ -251,6 +288,7 @@ mod tests {
         let options = HeapOptions {
             bytes: 3 * page - 1,
             mode: FaultMode::Mprotect,
+            consistency: Consistency::Release,
         };
         let plan = Plan::new(&options, 1, 2).unwrap();
         let sizes: Vec<u64> = plan.regions.iter().map(|(options, _)| options.unit).collect();
@@ -263,14 +301,19 @@ mod tests {
             assert_eq!(own, each..2 * each);
             let homes = Placement::Named(vec![(0, 0), (each.into(), 1)]);
             assert_eq!(options.homes, homes);
+            assert_eq!(options.consistency, Consistency::Release);
         }
     }
 
     #[test]
     fn plan__of_no_bytes_or_too_many_is_refused() {
         for bytes in [0, u64::MAX, 1 << 50] {
-            let mode = FaultMode::Mprotect;
-            let refused = Plan::new(&HeapOptions { bytes, mode }, 0, 3).err().unwrap();
+            let options = HeapOptions {
+                bytes,
+                mode: FaultMode::Mprotect,
+                consistency: Consistency::Sequential,
+            };
+            let refused = Plan::new(&options, 0, 3).err().unwrap();
             assert!(matches!(refused, Error::Size(_)), "{refused}");
         }
     }

@@ -301,7 +301,8 @@ impl Session {
         let plan = heap::Plan::new(options, self.node(), self.nodes())?;
         let planned = plan.regions.into_iter();
         let made = planned.map(|(options, units)| self.make(&mut regions, &options, Some(units)));
-        Ok(Heap::new(self, made.collect::<Result<_, Error>>()?))
+        let made = made.collect::<Result<_, Error>>()?;
+        Ok(Heap::new(self, options.consistency, made))
     }
 
     /// Makes a region of the next number, of which this node hands out some units.

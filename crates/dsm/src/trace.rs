@@ -11,7 +11,7 @@
 //! | `begin THREAD`, `end THREAD` | a thread became known, or ended |
 //! | `pages REGION FIRST COUNT ACCESS` | a fault, or another wait for rights to units; `ACCESS` is `read` or `write` |
 //! | `prefetch REGION FIRST COUNT ACCESS` | the same without a wait |
-//! | `release`, `acquire` | what release consistency does before and after a call |
+//! | `release`, `acquire` | what release consistency does before and after a call, and a heap with it before a free and after an allocation |
 //! | `exchange NODE` | a question to a node, and its answer |
 //! | `barrier THREAD OBJECT PARTIES` and other calls | a call of [`sync`](crate::sync), with its fields in their order |
 //! | `mark NUMBER` | [`Thread::mark`](crate::Thread::mark) |

@@ -8,13 +8,18 @@ use std::collections::BTreeSet;
 use std::num::NonZeroU32;
 use std::time::Instant;
 
-use common::{LONG, MODES, in_threads, named, run, run_as_node, run_with};
-use rdmux_dsm::{Access, Array, Error, Heap, HeapOptions, Place, Region, RegionOptions, Session, Thread};
+use common::{LONG, MODES, in_threads, named, run, run_as_node, run_with, until};
+use rdmux_dsm::{
+    Access, Array, Consistency, Error, FaultMode, Heap, HeapOptions, Place, Region, RegionOptions, Session,
+    Thread,
+};
 
 const PAGE: usize = 4096;
 
 /// Bytes of each node for each size of objects.
 const BYTES: usize = 24 * PAGE;
+
+const BOTH: [Consistency; 2] = [Consistency::Sequential, Consistency::Release];
 
 /// Sizes of small objects.
 const SMALL: [usize; 6] = [64, 128, 256, 512, 1024, 2048];
@@ -27,11 +32,30 @@ fn node() {
         ("wrong", wrong),
         ("storm", storm),
         ("dies", dies),
+        ("neighbours", neighbours),
+        ("stacks", stacks),
+        ("reused", reused),
+        ("unreleased", unreleased),
+        ("unequal", unequal),
     ]);
 }
 
+/// Set to the consistency of the heaps of a node.
+const CONSISTENCY: &str = "RDMUX_DSM_TEST_CONSISTENCY";
+
+/// Runs nodes whose heaps have a consistency.
+fn run_in(consistency: Consistency, part: &str, nodes: u32, mode: FaultMode) {
+    run_with(part, nodes, mode, &[(CONSISTENCY, consistency.into())]);
+}
+
 fn heap(session: &Session) -> Heap<'_> {
-    session.heap(&HeapOptions::new(BYTES as u64).unwrap()).unwrap()
+    let named = std::env::var(CONSISTENCY).map(|it| it.parse().unwrap());
+    heap_of(session, named.unwrap_or_default()).unwrap()
+}
+
+fn heap_of(session: &Session, consistency: Consistency) -> Result<Heap<'_>, Error> {
+    let options = HeapOptions::new(BYTES as u64).unwrap();
+    session.heap(&options.consistency(consistency))
 }
 
 fn layout(bytes: usize) -> Layout {
@@ -105,11 +129,13 @@ fn objects(session: &Session) {
 
 #[test]
 fn allocate__gives_objects_of_their_own_units_that_any_node_frees() {
-    for mode in MODES {
-        run("objects", 2, mode);
-    }
-    for nodes in [1, 3] {
-        run("objects", nodes, MODES[0]);
+    for consistency in BOTH {
+        for mode in MODES {
+            run_in(consistency, "objects", 2, mode);
+        }
+        for nodes in [1, 3] {
+            run_in(consistency, "objects", nodes, MODES[0]);
+        }
     }
 }
 
@@ -151,8 +177,10 @@ fn placed(session: &Session) {
 
 #[test]
 fn allocate__at_a_node_has_the_object_at_home_there() {
-    for mode in MODES {
-        run("placed", 2, mode);
+    for consistency in BOTH {
+        for mode in MODES {
+            run_in(consistency, "placed", 2, mode);
+        }
     }
 }
 
@@ -256,6 +284,7 @@ fn free__of_what_is_not_allocated_is_an_error_and_changes_nothing() {
         run("wrong", nodes, MODES[0]);
     }
     run("wrong", 2, MODES[2]);
+    run_in(Consistency::Release, "wrong", 2, MODES[1]);
 }
 
 /// Threads of all nodes allocate at all nodes, write a word of their own, and find it before they free the object.
@@ -304,8 +333,10 @@ fn storm(session: &Session) {
 
 #[test]
 fn allocate__and_free_by_threads_of_all_nodes_keep_objects_apart() {
-    for mode in MODES {
-        run("storm", 3, mode);
+    for consistency in BOTH {
+        for mode in MODES {
+            run_in(consistency, "storm", 3, mode);
+        }
     }
 }
 
@@ -317,6 +348,8 @@ fn packets__lost_and_delayed_change_no_object() {
     ];
     run_with("objects", 2, MODES[1], &network);
     run_with("storm", 2, MODES[0], &network);
+    let released = [network[0], network[1], (CONSISTENCY, Consistency::Release.into())];
+    run_with("storm", 2, MODES[1], &released);
 }
 
 /// Node 1 ends: what is at home at node 0 stays usable, whoever has allocated it, and no other call waits.
@@ -365,7 +398,232 @@ fn dies(session: &Session) {
 
 #[test]
 fn free__after_the_end_of_a_node_is_an_error_for_its_own_memory_alone() {
-    for mode in MODES {
-        run("dies", 2, mode);
+    for consistency in BOTH {
+        for mode in MODES {
+            run_in(consistency, "dies", 2, mode);
+        }
     }
+}
+
+/// All nodes write small objects that node 0 has allocated beside each other, in turn, and read those of all.
+fn neighbours(session: &Session) {
+    const EACH: usize = 16;
+    const ROUNDS: u8 = 10;
+    let mut thread = session.thread(0).unwrap();
+    let (heap, board) = (heap(session), board(session));
+    let (own, nodes) = (session.node() as usize, session.nodes() as usize);
+    let addresses = page_of(&board, 0);
+    if own == 0 {
+        for at in 0..EACH * nodes {
+            addresses.set(at, heap.allocate(layout(64), Place::Here).unwrap());
+        }
+    }
+    meet(session, &mut thread);
+    for round in 1..=ROUNDS {
+        for at in (own..EACH * nodes).step_by(nodes) {
+            heap.write(addresses.get(at), &[round; 64]).unwrap();
+        }
+        meet(session, &mut thread);
+        for at in 0..EACH * nodes {
+            let mut bytes = [0; 64];
+            heap.read(addresses.get(at), &mut bytes).unwrap();
+            assert_eq!(bytes, [round; 64], "object {at} of round {round}");
+        }
+        meet(session, &mut thread);
+    }
+}
+
+#[test]
+fn write__of_neighbouring_objects_by_several_nodes_changes_no_others() {
+    for consistency in BOTH {
+        for mode in MODES {
+            run_in(consistency, "neighbours", 2, mode);
+        }
+    }
+}
+
+/// Each node puts objects on a stack of its own under a lock, and takes, checks and frees those of the next node.
+fn stacks(session: &Session) {
+    const ROUNDS: u64 = 60;
+    const SIZES: [usize; 4] = [64, 300, PAGE, 2 * PAGE];
+    let mut thread = session.thread(0).unwrap();
+    let (heap, board) = (heap(session), board(session));
+    let (own, nodes) = (session.node(), session.nodes());
+    let next = (own + 1) % nodes;
+    let words = |address: u64, bytes: usize| heap.array::<u64>(address, bytes / 8).unwrap();
+    page_of(&board, own).set(0, heap.allocate(layout(8), Place::Here).unwrap());
+    meet(session, &mut thread);
+    let top_of = |node: u32| words(page_of(&board, node).get(0), 8);
+    let (mine, theirs) = (top_of(own), top_of(next));
+    let tag = |node: u32, round: u64| u64::from(node) << 32 | round;
+    for round in 1..=ROUNDS {
+        let bytes = SIZES[(round % 4) as usize];
+        let object = heap.allocate(layout(bytes), Place::InTurn).unwrap();
+        let contents = words(object, bytes);
+        (2..contents.len()).for_each(|at| contents.set(at, tag(own, round)));
+        contents.set(0, bytes as u64);
+        let guard = thread.lock(own.into()).unwrap();
+        contents.set(1, mine.get(0));
+        mine.set(0, object);
+        drop(guard);
+        thread.signal(own.into()).unwrap();
+
+        let mut guard = thread.lock(next.into()).unwrap();
+        while theirs.get(0) == 0 {
+            guard.wait(next.into()).unwrap();
+        }
+        let object = theirs.get(0);
+        theirs.set(0, words(object, 16).get(1));
+        drop(guard);
+        let contents = words(object, words(object, 8).get(0) as usize);
+        let expected = contents.get(2);
+        assert_eq!(expected >> 32, u64::from(next), "{object:#x}");
+        for at in 2..contents.len() {
+            assert_eq!(contents.get(at), expected, "word {at} of {object:#x}");
+        }
+        heap.free(object).unwrap();
+    }
+    meet(session, &mut thread);
+}
+
+#[test]
+fn lock__gives_other_nodes_the_objects_that_were_written_under_it() {
+    for consistency in BOTH {
+        for mode in MODES {
+            run_in(consistency, "stacks", 3, mode);
+        }
+    }
+}
+
+/// Node 0 writes and frees objects of which all have old copies. Node 1 allocates and writes the same memory, in part with the old values. No thread
+/// synchronises between the two: they tell each other by words of a sequential region, which order nothing of the heap.
+fn reused(session: &Session) {
+    const SIZES: [usize; 3] = [64, 2048, 2 * PAGE];
+    const OLD: u8 = 7;
+    let mut thread = session.thread(0).unwrap();
+    let (heap, board) = (heap(session), board(session));
+    let own = session.node();
+    let (writer, owner) = (page_of(&board, 0), page_of(&board, 1));
+    let tell = |word: Array<'_, u64>, step: u64| word.set(0, step);
+    let await_told = |word: Array<'_, u64>, step: u64| {
+        until(|| match word.get(0) == step {
+            true => Ok(()),
+            false => Err(format!("no step {step}")),
+        });
+    };
+    let check = |address: u64, expected: &[u8]| {
+        let mut bytes = vec![0; expected.len()];
+        heap.read(address, &mut bytes).unwrap();
+        assert!(bytes == expected, "{bytes:?}");
+    };
+    let cases = (0..session.nodes()).flat_map(|home| SIZES.map(|bytes| (Place::Node(home), bytes)));
+    for (step, (place, bytes)) in (1..).zip(cases) {
+        if own == 0 {
+            let address = heap.allocate(layout(bytes), place).unwrap();
+            heap.write(address, &vec![OLD; bytes]).unwrap();
+            writer.set(1, address);
+        }
+        meet(session, &mut thread);
+        let address = writer.get(1);
+        check(address, &vec![OLD; bytes]);
+        meet(session, &mut thread);
+        let mut contents = vec![OLD; bytes];
+        contents[bytes / 2..].fill(9);
+        match own {
+            0 => {
+                heap.write(address, &vec![5; bytes]).unwrap();
+                heap.free(address).unwrap();
+                tell(writer, step);
+                await_told(owner, step);
+            }
+            1 => {
+                await_told(writer, step);
+                assert_eq!(heap.allocate(layout(bytes), place).unwrap(), address);
+                heap.write(address, &contents).unwrap();
+                thread.release().unwrap();
+                tell(owner, step);
+            }
+            _ => {}
+        }
+        meet(session, &mut thread);
+        check(address, &contents);
+        meet(session, &mut thread);
+        if own == 2 {
+            heap.free(address).unwrap();
+        }
+        meet(session, &mut thread);
+    }
+}
+
+#[test]
+fn allocate__of_memory_that_another_node_has_freed_gives_the_writes_of_the_new_owner() {
+    for consistency in BOTH {
+        for mode in MODES {
+            run_in(consistency, "reused", 3, mode);
+        }
+    }
+}
+
+/// Node 1 ends, when node 0 has written an object that is at home there, and one of its own.
+fn unreleased(session: &Session) {
+    let mut thread = session.thread(0).unwrap();
+    let heap = heap_of(session, Consistency::Release).unwrap();
+    let sequential = heap_of(session, Consistency::Sequential).unwrap();
+    if session.node() == 1 {
+        meet(session, &mut thread);
+        // Without leaving.
+        std::process::exit(0);
+    }
+    let mine = heap.allocate(layout(64), Place::Here).unwrap();
+    let theirs = heap.allocate(layout(64), Place::Node(1)).unwrap();
+    // A copy of before.
+    heap.read(theirs, &mut [0; 8]).unwrap();
+    meet(session, &mut thread);
+    for address in [mine, theirs] {
+        heap.write(address, &[4; 64]).unwrap();
+    }
+    // This neither releases nor acquires anything.
+    until(|| match sequential.allocate(layout(64), Place::Node(1)) {
+        Ok(_) => Err("node 1 is there".to_owned()),
+        Err(gone) => {
+            assert_eq!(named(&gone), 1, "{gone}");
+            Ok(())
+        }
+    });
+    let error = heap.free(mine).unwrap_err();
+    assert!(matches!(error, Error::Unreleased { node: 1 }), "{error}");
+    let mut bytes = [0; 64];
+    heap.read(mine, &mut bytes).unwrap();
+    assert_eq!(bytes, [4; 64]);
+    heap.free(mine).unwrap();
+    assert!(matches!(heap.free(mine), Err(Error::NotAllocated { .. })));
+    assert!(matches!(heap.free(theirs), Err(Error::Gone { node: 1, .. })));
+}
+
+#[test]
+fn free__of_an_object_beside_writes_that_are_lost_frees_it_at_the_second_call() {
+    for mode in MODES {
+        run("unreleased", 2, mode);
+    }
+}
+
+/// The nodes want different consistencies.
+fn unequal(session: &Session) {
+    let consistency = BOTH[session.node() as usize];
+    let error = heap_of(session, consistency).unwrap_err();
+    match session.node() {
+        0 => assert!(matches!(error, Error::Differs { node: 1, region: 0 }), "{error}"),
+        _ => assert!(matches!(error, Error::OtherSettings { region: 0 }), "{error}"),
+    }
+    if session.node() == 1 {
+        let text = error.to_string();
+        let begin = "node 0 makes region 0 of another size, or with other units, homes or consistency: ";
+        assert!(text.starts_with(begin) && !text.contains('\n'), "{text}");
+    }
+    meet(session, &mut session.thread(0).unwrap());
+}
+
+#[test]
+fn heap__of_another_consistency_at_each_node_is_an_error() {
+    run("unequal", 2, MODES[0]);
 }

@@ -235,7 +235,7 @@ fn differs(session: &Session) {
     let error = line(&region(session, 1 + u64::from(session.node())).unwrap_err());
     let expected = match session.node() {
         0 => "node 1 cannot make region 0, or makes it with other settings: ",
-        _ => "node 0 makes region 0 of another size, or with other units or homes: ",
+        _ => "node 0 makes region 0 of another size, or with other units, homes or consistency: ",
     };
     assert!(error.starts_with(expected), "{error}");
     for bytes in [0, u64::MAX, 1 << 60] {

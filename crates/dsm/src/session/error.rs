@@ -100,7 +100,7 @@ pub enum Error {
     },
     /// Node 0 makes the region with other settings. No region can be made after that.
     #[error(
-        "node 0 makes region {region} of another size, or with other units or homes: let all nodes make the same regions in the same order"
+        "node 0 makes region {region} of another size, or with other units, homes or consistency: let all nodes make the same regions in the same order"
     )]
     OtherSettings {
         /// Number of the region.
