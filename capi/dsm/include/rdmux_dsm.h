@@ -59,7 +59,7 @@ enum rdmux_dsm_homes {
 	RDMUX_DSM_HOMES_NODE = 3,        /* the field node says which */
 };
 
-/* Orders in which nodes see each other's accesses to a region. */
+/* Orders in which nodes see each other's accesses to a region or a heap. */
 enum rdmux_dsm_consistency {
 	RDMUX_DSM_CONSISTENCY_SEQUENTIAL = 0, /* all nodes see all in one order */
 	RDMUX_DSM_CONSISTENCY_RELEASE = 1,    /* a node sees the writes of another one when it has synchronised with it by a call of a thread; several nodes may write a unit */
@@ -115,11 +115,20 @@ int rdmux_dsm_region_stat(struct rdmux_dsm_region *region, struct rdmux_dsm_stat
 #define RDMUX_DSM_HERE (-1)    /* this node */
 #define RDMUX_DSM_IN_TURN (-2) /* the nodes in turn, for the objects that this node allocates */
 
+/* Settings of a heap, the same on all nodes but for faults. A field of 0 has its default. */
+struct rdmux_dsm_heap_options {
+	uint32_t faults;      /* enum rdmux_dsm_faults */
+	uint32_t consistency; /* enum rdmux_dsm_consistency */
+	uint32_t reserved[6]; /* 0 */
+};
+
 /* Makes a heap, of which each node has so many bytes for the objects of each size. All nodes call it, in the order of regions and heaps. */
 int rdmux_dsm_heap_make(struct rdmux_dsm *session, uint64_t bytes, enum rdmux_dsm_faults faults, struct rdmux_dsm_heap **heap);
+/* The same, with settings, or with a null pointer for the defaults. */
+int rdmux_dsm_heap_make_with(struct rdmux_dsm *session, uint64_t bytes, const struct rdmux_dsm_heap_options *options, struct rdmux_dsm_heap **heap);
 /* Allocates an object at home at a node. Its address is the same on all nodes, each of which may free it. */
 int rdmux_dsm_alloc(struct rdmux_dsm_heap *heap, size_t bytes, int node, void **object);
-/* Frees an object. What is none, or was freed already, is -EINVAL, and nothing is done. A null pointer is nothing. */
+/* Frees an object. What is none, or was freed already, is -EINVAL. A null pointer is nothing. After an error nothing is freed. */
 int rdmux_dsm_free(struct rdmux_dsm_heap *heap, void *object);
 
 /* Threads and locks: rdmux_dsm_lock(3). Locks, conditions, barriers and words are numbers, which all nodes share; each kind has numbers of its own. */
@@ -162,7 +171,7 @@ int rdmux_dsm_compare_swap(struct rdmux_dsm_thread *thread, uint64_t word, uint6
 /* Reads a word. */
 int rdmux_dsm_load(struct rdmux_dsm_thread *thread, uint64_t word, uint64_t *value);
 
-/* Release and acquire, in regions with release consistency: rdmux_dsm_release(3). The functions of threads above do it, so programs that synchronise by them need neither. */
+/* Release and acquire, in regions and heaps with release consistency: rdmux_dsm_release(3). The functions of threads above do it, so programs that synchronise by them need neither. */
 
 /* Releases what this node has written: threads of other nodes that acquire after that see it. */
 int rdmux_dsm_release(struct rdmux_dsm_thread *thread);

@@ -10,7 +10,7 @@ use rdmux_dsm::{HeapOptions, Place, Session};
 
 use crate::failure::{Failure, status};
 use crate::objects::{find, give};
-use crate::region::mode_of;
+use crate::region::{consistency_of, mode_of};
 use crate::session::outlived;
 
 /// Alignment of objects of so many bytes at least: that of malloc(3).
@@ -43,6 +43,28 @@ impl Heap {
     }
 }
 
+/// `struct rdmux_dsm_heap_options`
+#[repr(C)]
+struct Options {
+    faults: u32,
+    consistency: u32,
+    reserved: [u32; 6],
+}
+
+impl Options {
+    fn heap_options(&self, bytes: u64) -> Result<HeapOptions, Failure> {
+        if self.reserved != [0; 6] {
+            let text = "a reserved field of the heap's options is not 0";
+            return Err(Failure::invalid(text));
+        }
+        Ok(HeapOptions {
+            bytes,
+            mode: mode_of(self.faults)?,
+            consistency: consistency_of(self.consistency)?,
+        })
+    }
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdmux_dsm_heap_make(
     session: *mut Session,
@@ -52,8 +74,32 @@ unsafe extern "C" fn rdmux_dsm_heap_make(
 ) -> c_int {
     let make = || {
         let session = find(session)?;
-        let mode = mode_of(faults)?;
-        Heap::make(session, &HeapOptions { bytes, mode })
+        let options = Options {
+            faults,
+            consistency: 0,
+            reserved: [0; 6],
+        };
+        Heap::make(session, &options.heap_options(bytes)?)
+    };
+    // SAFETY: the program gives a null pointer, or one for a pointer.
+    status(|| unsafe { give(heap, make) }.map(|()| 0))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdmux_dsm_heap_make_with(
+    session: *mut Session,
+    bytes: u64,
+    options: *const Options,
+    heap: *mut *mut Heap,
+) -> c_int {
+    let make = || {
+        let session = find(session)?;
+        // SAFETY: the program gives a null pointer, or one to options.
+        let options = match unsafe { options.as_ref() } {
+            Some(options) => options.heap_options(bytes)?,
+            None => HeapOptions::new(bytes)?,
+        };
+        Heap::make(session, &options)
     };
     // SAFETY: the program gives a null pointer, or one for a pointer.
     status(|| unsafe { give(heap, make) }.map(|()| 0))

@@ -67,6 +67,18 @@ pub(crate) fn mode_of(faults: c_uint) -> Result<FaultMode, Failure> {
     })
 }
 
+/// Returns the order of an `enum rdmux_dsm_consistency`.
+pub(crate) fn consistency_of(consistency: c_uint) -> Result<Consistency, Failure> {
+    Ok(match consistency {
+        0 => Consistency::Sequential,
+        1 => Consistency::Release,
+        other => {
+            let text = format!("{other} is no enum rdmux_dsm_consistency");
+            return Err(Failure::invalid(text));
+        }
+    })
+}
+
 /// `struct rdmux_dsm_region_options`
 #[repr(C)]
 struct Options {
@@ -102,14 +114,7 @@ impl Options {
         if self.unit != 0 {
             options.unit = self.unit.into();
         }
-        options.consistency = match self.consistency {
-            0 => Consistency::Sequential,
-            1 => Consistency::Release,
-            other => {
-                let text = format!("{other} is no enum rdmux_dsm_consistency");
-                return Err(Failure::invalid(text));
-            }
-        };
+        options.consistency = consistency_of(self.consistency)?;
         Ok(RegionOptions { homes, ..options })
     }
 }

@@ -122,6 +122,16 @@ static void releases(struct rdmux_dsm_thread *thread)
 	}
 }
 
+/* Waits until a word of a sequential region has a value. */
+static void await_step(_Atomic uint64_t *word, uint64_t step)
+{
+	time_t deadline = time(NULL) + LONG_MS / 1000;
+	while (atomic_load(word) != step) {
+		CHECK(time(NULL) < deadline);
+		sched_yield();
+	}
+}
+
 /* One node after the other writes, and tells it by a word of a sequential region, which orders nothing of the other one. */
 static void messages(struct rdmux_dsm_thread *thread)
 {
@@ -138,11 +148,7 @@ static void messages(struct rdmux_dsm_thread *thread)
 			CHECK(rdmux_dsm_release(thread) == 0);
 			atomic_store(word, round);
 		} else {
-			time_t deadline = time(NULL) + LONG_MS / 1000;
-			while (atomic_load(word) != round) {
-				CHECK(time(NULL) < deadline);
-				sched_yield();
-			}
+			await_step(word, round);
 			CHECK(rdmux_dsm_acquire(thread) == 0);
 		}
 		for (int at = 0; at < 8 * PAGE; at++)
@@ -197,6 +203,57 @@ static void objects(struct rdmux_dsm_thread *thread)
 		CHECK(rdmux_dsm_read(small, place, &byte, 1) == 0 && byte == unit + 1);
 	}
 	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+}
+
+/* Objects that one node has written and freed, and another one allocates and writes, in part with the bytes of its old copy. Words of a sequential
+ * region tell the two of each other. */
+static void reuses(struct rdmux_dsm_thread *thread)
+{
+	enum { SIZES = 2, OLD = 7 };
+	static const size_t sizes[SIZES] = {64, 2 * PAGE};
+	struct rdmux_dsm_heap_options options = {.consistency = RDMUX_DSM_CONSISTENCY_RELEASE};
+	struct rdmux_dsm_heap *heap, *defaults;
+	struct rdmux_dsm_region *board;
+	CHECK(rdmux_dsm_heap_make_with(session, 64 * PAGE, &options, &heap) == 0);
+	CHECK(rdmux_dsm_heap_make_with(session, 64 * PAGE, NULL, &defaults) == 0 && defaults != heap);
+	CHECK(rdmux_dsm_region_make(session, PAGE, NULL, &board) == 0);
+	_Atomic uint64_t *step = rdmux_dsm_region_address(board);
+	char **place = (char **)step + 1;
+	uint32_t owner = nodes - 1;
+	for (uint32_t i = 0; i < SIZES * nodes; i++) {
+		size_t bytes = sizes[i % SIZES];
+		void *object = NULL;
+		if (node == 0) {
+			CHECK(rdmux_dsm_alloc(heap, bytes, i / SIZES, &object) == 0);
+			memset(object, OLD, bytes);
+			*place = object;
+		}
+		CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+		char *shared_object = *place;
+		CHECK(shared_object[0] == OLD && shared_object[bytes - 1] == OLD);
+		CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+		if (node == 0) {
+			memset(shared_object, 5, bytes);
+			CHECK(rdmux_dsm_free(heap, shared_object) == 0);
+			atomic_store(step, 2 * i + 1);
+		}
+		if (node == owner) {
+			await_step(step, 2 * i + 1);
+			CHECK(rdmux_dsm_alloc(heap, bytes, i / SIZES, &object) == 0 && object == shared_object);
+			memset(object, OLD, bytes / 2);
+			memset((char *)object + bytes / 2, 9, bytes / 2);
+			CHECK(rdmux_dsm_release(thread) == 0);
+			atomic_store(step, 2 * i + 2);
+		}
+		await_step(step, 2 * i + 2);
+		CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+		for (size_t at = 0; at < bytes; at++)
+			CHECK(shared_object[at] == (at < bytes / 2 ? OLD : 9));
+		CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+		if (node == owner)
+			CHECK(rdmux_dsm_free(heap, shared_object) == 0);
+		CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
+	}
 }
 
 static void reductions(struct rdmux_dsm_thread *thread)
@@ -286,6 +343,7 @@ int main(void)
 	releases(thread);
 	messages(thread);
 	objects(thread);
+	reuses(thread);
 	reductions(thread);
 	words(thread);
 	threads();

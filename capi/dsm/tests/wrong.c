@@ -113,6 +113,19 @@ static void arguments(struct rdmux_dsm_region *region)
 	void *object = text, *same;
 	FAILS(rdmux_dsm_heap_make(session, PAGE, 4, &heap), EINVAL, "enum rdmux_dsm_faults");
 	FAILS(rdmux_dsm_heap_make(session, PAGE, 0, NULL), EINVAL, "no place");
+	FAILS(rdmux_dsm_heap_make_with(session, PAGE, NULL, NULL), EINVAL, "no place");
+	FAILS(rdmux_dsm_heap_make_with((void *)region, PAGE, NULL, &heap), EINVAL, "is no session");
+	static const struct {
+		struct rdmux_dsm_heap_options options;
+		const char *text;
+	} bad_heaps[] = {
+		{{.faults = 4}, "enum rdmux_dsm_faults"},
+		{{.consistency = 2}, "enum rdmux_dsm_consistency"},
+		{{.reserved = {1}}, "reserved"},
+		{{.reserved = {[5] = 1}}, "reserved"},
+	};
+	for (size_t i = 0; i < sizeof bad_heaps / sizeof *bad_heaps; i++)
+		FAILS(rdmux_dsm_heap_make_with(session, PAGE, &bad_heaps[i].options, &heap), EINVAL, bad_heaps[i].text);
 	CHECK(rdmux_dsm_heap_make(session, PAGE, 0, &heap) == 0);
 	FAILS(rdmux_dsm_alloc(heap, 1, 1, &object), EINVAL, "node 1 cannot be a home");
 	FAILS(rdmux_dsm_alloc(heap, 1, -3, &object), EINVAL, "cannot be a home");
