@@ -104,7 +104,6 @@ fn errno_of(error: &Error) -> c_int {
         | Error::Size(_)
         | Error::Unit(_)
         | Error::Homes(_)
-        | Error::NoFirstTouch
         | Error::Untraced => libc::EINVAL,
         Error::ThreadNumber(number) if *number < THREADS_MAX => libc::EBUSY,
         Error::ThreadNumber(_) => libc::EINVAL,

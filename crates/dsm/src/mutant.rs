@@ -101,6 +101,12 @@ mutants! {
     AnsweredEarly,
     /// A flush lands although another one, which was read into its slot, is to be stored into the same frame.
     StoreOvertaken,
+    /// A registrar makes each node that asks the home.
+    TouchForgotten,
+    /// A node makes itself the home by its touch, without asking the registrar.
+    TouchNotAgreed,
+    /// A node waits for the answer of a registrar that is gone.
+    RegistrarGoneAwaited,
 
     // Those of synchronisation.
     /// A lock that others share is given to one for itself.

@@ -47,6 +47,9 @@
 //! | state | event | next | output |
 //! |---|---|---|---|
 //! | absent | fault | Pulling; at the home Clean or Dirty | Pull; Protect |
+//! | the same, home not known | fault | Locating | Locate |
+//! | Locating | Home | as an absent one after the fault | as there |
+//! | Locating | the registrar is gone | poisoned | Poison |
 //! | Pulling | the contents have landed | Clean; Dirty if a write waits | Protect; Copy, Protect |
 //! | Pulling | the same, and it was noticed since | Pulling | Pull |
 //! | Clean | fault to write | Dirty | Copy but at the home, Protect |
@@ -65,6 +68,14 @@
 //! Releases are carried out one after the other, and so are acquires. A thread whose release begins while one is carried out waits for the next one,
 //! which it shares with all that have come meanwhile.
 //!
+//! ## Homes by first touch
+//!
+//! Registrars are as in [`protocol`](crate::protocol): a node that does not know the home of a unit sends *Locate* to the unit's registrar, which makes
+//! the first one that sends it the home, for good, and answers all with *Home*. A node may hear of a home before that hears of itself. Such a node's
+//! reads and flushes are carried out as any others: the program of the home has no right to the unit yet, so nothing else is done in its frame. A node
+//! cannot tell whether a sender of Flush was misled about the home, or lies. So in such a region it carries out all of them, which spoils
+//! contents at most.
+//!
 //! ## Nodes that leave
 //!
 //! All is as in [`protocol`](crate::protocol) but for the following.
@@ -82,7 +93,8 @@
 //! ## Memory
 //!
 //! A node stores the units that its program has and those of them that are written. Of the units whose home it is it stores those that were ever written, with
-//! the last writer, and at most one flush of each unit and node.
+//! the last writer, and at most one flush of each unit and node. If the first touch makes the homes, it stores those that it knows: of units that it has
+//! located, and of those whose registrar it is.
 
 pub(crate) mod diff;
 mod flushes;
@@ -132,6 +144,8 @@ pub enum Action {
         unit: u64,
         /// Number of the task.
         task: u64,
+        /// The home.
+        from: NodeId,
     },
     /// Copy the own frame of the unit to its twin.
     Copy {
@@ -226,6 +240,8 @@ pub enum Looked {
 /// State of a unit that the program may access or waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum State {
+    /// Waits for the registrar to name the home.
+    Locating,
     /// The contents are being read.
     Pulling(u64),
     /// The program may read.
@@ -256,9 +272,13 @@ pub struct Node {
     region: u32,
     number_of_units: u64,
     homes: Homes,
+    /// Homes by first touch: of the units that this node has located, and of those whose registrar it is.
+    located: BTreeMap<u64, NodeId>,
     peers: Peers,
     /// Units that are not absent.
     units: BTreeMap<u64, Unit>,
+    /// Units that are Locating.
+    locating: BTreeSet<u64>,
     /// Units that are Dirty.
     dirty: BTreeSet<u64>,
     /// Number of the next read.
@@ -299,8 +319,7 @@ pub struct Node {
 
 impl Node {
     /// Makes the part of one node, `own`, that carries out so many flushes at a time, each of at most `run_max` units, the same number at all nodes. At
-    /// the beginning no program has a right, and the frames of all nodes have the same contents. If the first touch makes the homes of a region,
-    /// their registrars are the homes here.
+    /// the beginning no program has a right, and the frames of all nodes have the same contents.
     ///
     /// # Panics
     /// If there are no slots, runs have no units, or the region has 2^32 units or more.
@@ -311,8 +330,10 @@ impl Node {
             region: settings.region,
             number_of_units: settings.units,
             homes: settings.homes.clone(),
+            located: BTreeMap::new(),
             peers: Peers::new(own, settings.epoch, &settings.members),
             units: BTreeMap::new(),
+            locating: BTreeSet::new(),
             dirty: BTreeSet::new(),
             task: 0,
             releases: Rounds::default(),
@@ -349,7 +370,7 @@ impl Node {
         };
         match (it.state, access) {
             (State::Poisoned(node), _) => self.act(Action::Poison { unit, node }),
-            (State::Pulling(_), _) | (State::Flushing, Access::Write) => {
+            (State::Locating | State::Pulling(_), _) | (State::Flushing, Access::Write) => {
                 it.wanted = it.wanted.max(Some(access))
             }
             (State::Clean, Access::Write) => self.open(unit, access),
@@ -408,7 +429,9 @@ impl Node {
             let first = u64::from(run.first);
             self.sent.insert(first, run.count);
             let units = run.count;
-            self.post(self.homes.of(first), first, round, Body::Flush { units });
+            if let Some(home) = self.home(first) {
+                self.post(home, first, round, Body::Flush { units });
+            }
         }
         // The homes read what they have been told of while the next units are compared.
         self.compare();
@@ -533,7 +556,8 @@ impl Node {
         let is_expelled = !self.peers.is_member(self.peers.own());
         let units: Vec<(u64, State)> = self.units.iter().map(|(unit, it)| (*unit, it.state)).collect();
         for (unit, state) in units {
-            let is_waiting = matches!(state, State::Pulling(_) | State::Flushing);
+            let is_waiting = matches!(state, State::Pulling(_) | State::Flushing)
+                || state == State::Locating && !mutant!(RegistrarGoneAwaited);
             if let Some(node) = self.lost_with(unit)
                 && (is_expelled || is_waiting)
             {
@@ -610,9 +634,16 @@ impl Node {
         self.actions.pop_front()
     }
 
-    /// Returns the home of a unit.
-    pub fn home(&self, unit: u64) -> NodeId {
-        self.homes.of(unit)
+    /// Returns the home of a unit, if this node knows it. If the first touch makes the home, it does when the registrar has answered.
+    pub fn home(&self, unit: u64) -> Option<NodeId> {
+        match self.homes.is_first_touch() {
+            true => self.located.get(&unit).copied(),
+            false => Some(self.homes.of(unit)),
+        }
+    }
+
+    fn is_home(&self, unit: u64) -> bool {
+        self.home(unit) == Some(self.peers.own())
     }
 
     /// Returns whether an access to the unit waits.
@@ -620,15 +651,17 @@ impl Node {
         self.units.get(&unit).is_some_and(|it| it.wanted.is_some())
     }
 
-    /// Returns the homes that this node waits for, each with the first unit of a run. One that stays among them longer than the driver allows for is to
-    /// be expelled.
+    /// Returns the homes that this node waits for, each with the first unit of a run, and the registrars. One that stays among them longer than the
+    /// driver allows for is to be expelled.
     pub fn waits(&self) -> impl Iterator<Item = Wait> {
-        let own = self.peers.own();
-        self.sent.keys().map(move |unit| Wait {
-            unit: *unit,
-            request: (own, self.releases.begun()),
-            node: self.homes.of(*unit),
-        })
+        let request = (self.peers.own(), self.releases.begun());
+        let homes = self
+            .sent
+            .keys()
+            .filter_map(|unit| Some((*unit, self.home(*unit)?)));
+        let registrars = self.locating.iter().map(|unit| (*unit, self.homes.of(*unit)));
+        let waits = homes.chain(registrars);
+        waits.map(move |(unit, node)| Wait { unit, request, node })
     }
 
     /// Returns the nodes that an acquire waits for, each with the epoch by which they have to have settled. The same goes for them.
@@ -667,19 +700,53 @@ impl Node {
         }
         match message.body {
             Body::Flush { units } => self.flush(from, unit, units, request),
-            Body::Flushed { units } if self.homes.of(unit) == from => self.flushed(unit, units, request),
+            Body::Flushed { units } if self.home(unit) == Some(from) => self.flushed(unit, units, request),
             Body::Flushed { .. } => Err(Violation::NotHome),
             Body::Settled => {
                 self.settled(from, message.epoch);
                 Ok(())
             }
+            Body::Locate | Body::Home(_) if !self.homes.is_first_touch() => Err(Violation::NotHome),
+            Body::Locate => self.register(from, unit, request),
+            Body::Home(home) => self.found(from, unit, home),
             _ => Err(Violation::Unexpected),
         }
     }
 
-    /// Returns the node with which a unit that is not here is lost.
+    /// Takes the request for the home of a unit whose registrar is this node.
+    fn register(&mut self, from: NodeId, unit: u64, request: u64) -> Result<(), Violation> {
+        if self.homes.of(unit) != self.peers.own() {
+            return Err(Violation::NotHome);
+        }
+        let mut home = *self.located.entry(unit).or_insert(from);
+        if mutant!(TouchForgotten) {
+            home = from;
+        }
+        self.post(from, unit, request, Body::Home(home));
+        Ok(())
+    }
+
+    /// Takes the registrar's answer.
+    fn found(&mut self, from: NodeId, unit: u64, home: NodeId) -> Result<(), Violation> {
+        if self.homes.of(unit) != from {
+            return Err(Violation::NotHome);
+        }
+        if !self.peers.was_member(home) {
+            return Err(Violation::WrongNode);
+        }
+        if !self.locating.remove(&unit) {
+            return Err(Violation::Unexpected);
+        }
+        self.located.insert(unit, home);
+        let wanted = self.units.remove(&unit).and_then(|it| it.wanted);
+        self.bring(unit, wanted.unwrap_or(Access::Read));
+        Ok(())
+    }
+
+    /// Returns the node with which a unit that is not here is lost: its registrar, if this node does not know the home.
     fn lost_with(&self, unit: u64) -> Option<NodeId> {
-        let nodes = [self.peers.own(), self.homes.of(unit)];
+        let home = self.home(unit).unwrap_or_else(|| self.homes.of(unit));
+        let nodes = [self.peers.own(), home];
         nodes.into_iter().find(|node| !self.peers.is_member(*node))
     }
 
@@ -687,21 +754,37 @@ impl Node {
     fn bring(&mut self, unit: u64, access: Access) {
         if let Some(node) = self.lost_with(unit) {
             self.lose(unit, node);
-        } else if self.homes.of(unit) == self.peers.own() {
-            self.open(unit, access);
-        } else {
-            let task = self.task;
-            self.task += 1;
-            let wanted = Some(access);
-            self.set(unit, State::Pulling(task), wanted);
-            self.act(Action::Pull { unit, task });
+            return;
         }
+        match self.home(unit) {
+            Some(home) if home == self.peers.own() => self.open(unit, access),
+            Some(from) => {
+                let task = self.task;
+                self.task += 1;
+                self.set(unit, State::Pulling(task), Some(access));
+                self.act(Action::Pull { unit, task, from });
+            }
+            None => self.locate(unit, access),
+        }
+    }
+
+    /// Asks the registrar for the home of a unit.
+    fn locate(&mut self, unit: u64, access: Access) {
+        let (own, registrar) = (self.peers.own(), self.homes.of(unit));
+        if registrar == own || mutant!(TouchNotAgreed) {
+            self.located.insert(unit, own);
+            self.open(unit, access);
+            return;
+        }
+        self.set(unit, State::Locating, Some(access));
+        self.locating.insert(unit);
+        self.post(registrar, unit, 0, Body::Locate);
     }
 
     /// Lets the program access a unit whose contents are there.
     fn open(&mut self, unit: u64, access: Access) {
         let right = access.needs();
-        let is_home = self.homes.of(unit) == self.peers.own();
+        let is_home = self.is_home(unit);
         if access == Access::Read {
             self.set(unit, State::Clean, None);
         } else if is_home && self.flushes.is_landing(unit) && !mutant!(LandingNotAwaited) {
@@ -759,12 +842,12 @@ impl Node {
             self.fail_release(node);
         }
         self.dirty.remove(&unit);
+        self.locating.remove(&unit);
         self.set(unit, State::Poisoned(node), None);
         self.act(Action::Poison { unit, node });
     }
 
     fn begin_release(&mut self) {
-        let own = self.peers.own();
         self.released = std::mem::take(&mut self.dirty);
         if mutant!(NoticedEarly) {
             self.append();
@@ -779,11 +862,11 @@ impl Node {
                 self.fail_release(node);
                 continue;
             }
-            let home = self.homes.of(unit);
+            let is_home = self.is_home(unit);
             let Some(it) = self.units.get_mut(&unit) else {
                 continue;
             };
-            if home == own {
+            if is_home {
                 it.state = State::Clean;
             } else {
                 it.state = State::Flushing;
@@ -795,7 +878,7 @@ impl Node {
             .iter()
             .copied()
             .filter(|unit| self.is_flushing(*unit));
-        let have_one_home = |a, b| self.homes.of(a) == self.homes.of(b) || mutant!(HomesMixed);
+        let have_one_home = |a, b| self.home(a) == self.home(b) || mutant!(HomesMixed);
         self.comparing = runs(flushing, self.run_max, have_one_home).into();
         self.compare();
         if mutant!(ComparedEarly) {
@@ -808,7 +891,7 @@ impl Node {
     fn protect(&mut self, units: &[u64]) {
         let right = Right::Shared;
         for unit in units.iter().copied() {
-            if !(mutant!(HomeUnprotected) && self.homes.of(unit) == self.peers.own()) {
+            if !(mutant!(HomeUnprotected) && self.is_home(unit)) {
                 self.act(Action::Protect { unit, right });
             }
         }
@@ -872,7 +955,7 @@ impl Node {
         if units > self.run_max {
             return Err(Violation::TooMany);
         }
-        if (unit..end).any(|unit| self.homes.of(unit) != own) {
+        if !self.homes.is_first_touch() && (unit..end).any(|unit| self.homes.of(unit) != own) {
             return Err(Violation::NotHome);
         }
         let run = Run {
@@ -964,16 +1047,15 @@ impl Node {
                 cached.map(|(unit, _)| *unit).collect()
             }
         };
-        let own = self.peers.own();
         // The release in progress, or the next one.
         let mut flushed_by = None;
         for unit in units {
+            if self.is_home(unit) {
+                continue;
+            }
             let Some(it) = self.units.get_mut(&unit) else {
                 continue;
             };
-            if self.homes.of(unit) == own {
-                continue;
-            }
             match it.state {
                 State::Clean => self.drop_unit(unit),
                 State::Pulling(_) => it.is_stale = true,
@@ -989,7 +1071,7 @@ impl Node {
                         false => self.releases.begun() + 1,
                     }));
                 }
-                State::Poisoned(_) => {}
+                State::Locating | State::Poisoned(_) => {}
             }
         }
         self.flushed_by = flushed_by;

@@ -384,9 +384,6 @@ impl<'a> Agreement<'a, '_> {
             trace.give_up();
             return Err(Error::Untraced);
         }
-        if homes.is_first_touch() && self.options.consistency == Consistency::Release {
-            return Err(Error::NoFirstTouch);
-        }
         // Earlier views stay mapped: the others may still read them.
         let mut earlier = Vec::new();
         for attempt in 0..ATTEMPTS {

@@ -57,9 +57,10 @@ const TWO_LOCKS: &str = "2 nodes, 2 threads at one, 1 unit, 2 locks";
 const SHARED_FALSELY: &str = "2 nodes, 1 unit, false sharing between barriers";
 const AT_HOME: &str = "2 nodes, 2 threads at the home, 1 unit, 2 locks";
 const RELEASED_LATE: &str = "3 nodes, 1 unit, false sharing, releases without an acquire, delays";
+const TOUCHED: &str = "3 nodes, 1 unit, first touch, false sharing, 2 locks";
 
 /// The smallest set in which each defect of release consistency breaks a rule.
-const RELEASE_CAUGHT: [(Mutant, &str); 18] = [
+const RELEASE_CAUGHT: [(Mutant, &str); 21] = [
     (Mutant::NoticedEarly, "3 nodes, 1 unit, false sharing, 2 locks"),
     (Mutant::HomeUnprotected, AT_HOME),
     (Mutant::DirtyDropped, TWO_LOCKS),
@@ -95,6 +96,12 @@ const RELEASE_CAUGHT: [(Mutant, &str); 18] = [
     (
         Mutant::StoreOvertaken,
         "3 nodes, 2 units, false sharing, flushes that wait for slots",
+    ),
+    (Mutant::TouchForgotten, TOUCHED),
+    (Mutant::TouchNotAgreed, TOUCHED),
+    (
+        Mutant::RegistrarGoneAwaited,
+        "3 nodes, 1 unit, first touch, a crash of the registrar",
     ),
 ];
 

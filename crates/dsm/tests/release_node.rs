@@ -68,7 +68,14 @@ fn settled(epoch: u64) -> Message {
 fn write(node: &mut Node, units: std::ops::Range<u64>) {
     for (task, unit) in (0..).zip(units) {
         node.handle_fault(unit, Access::Write);
-        assert_eq!(actions(node), [Action::Pull { unit, task }]);
+        assert_eq!(
+            actions(node),
+            [Action::Pull {
+                unit,
+                task,
+                from: node.home(unit).unwrap()
+            }]
+        );
         node.handle_pulled(unit, task, true);
         let right = Right::Exclusive;
         assert_eq!(

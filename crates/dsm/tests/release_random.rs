@@ -146,7 +146,8 @@ fn run(seed: u64) -> (usize, usize) {
     let homes: Vec<usize> = (0..units).map(home).collect();
     // A thread that uses a lost unit ends, and its node goes on. What the thread has not released may then come home at any later time, by a release of
     // another thread of the node, which the model does not know; or is there, without a notice, if the node is the home.
-    let may_lose = crash.is_some_and(|it| homes.contains(&it));
+    let is_first_touch = below(dice, 3) == 0;
+    let may_lose = crash.is_some_and(|it| is_first_touch || homes.contains(&it));
     let threads_max = if may_lose { 1 } else { 2 };
     let at = |node: usize| vec![node; 1 + below(dice, threads_max)];
     let places: Vec<usize> = (0..nodes).flat_map(at).collect();
@@ -154,6 +155,7 @@ fn run(seed: u64) -> (usize, usize) {
     let programs = programs.iter().map(Vec::as_slice);
     let threads: Vec<(usize, &[Op])> = places.into_iter().zip(programs).collect();
     let worlds = Worlds {
+        is_first_touch,
         locks: LOCKS + 1,
         racy: &racy,
         slots: 1 + below(dice, 4),

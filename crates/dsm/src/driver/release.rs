@@ -360,8 +360,7 @@ impl Driver {
                 message.emit(&mut bytes);
                 self.send(to.number(), bytes);
             }
-            Action::Pull { unit, task } => {
-                let from = part.node.home(unit);
+            Action::Pull { unit, task, from } => {
                 self.read_from(number, from, Read::Contents { unit, task });
             }
             // Those are carried out before.

@@ -147,9 +147,6 @@ pub enum Error {
     /// The homes of the units cannot be given.
     #[error(transparent)]
     Homes(#[from] HomesError),
-    /// A region with release consistency has to have homes that all nodes know.
-    #[error("a region with release consistency cannot have homes by first touch: choose other homes")]
-    NoFirstTouch,
     /// Pages cannot be had or changed.
     #[error(transparent)]
     Memory(#[from] memory::Error),

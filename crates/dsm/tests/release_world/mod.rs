@@ -37,6 +37,8 @@ pub(crate) struct Worlds<'a> {
     pub(crate) sites: usize,
     /// Site of the home of each unit.
     pub(crate) homes: &'a [usize],
+    /// The first touch makes the homes instead, of as many units.
+    pub(crate) is_first_touch: bool,
     pub(crate) threads: &'a [(usize, &'a [Op])],
     /// Locks that the programs use.
     pub(crate) locks: usize,
@@ -101,6 +103,7 @@ enum Task {
     Pull {
         unit: usize,
         task: u64,
+        from: usize,
         found: Option<Words>,
     },
     Fetch {
@@ -287,7 +290,10 @@ impl Worlds<'_> {
         let settings = Settings {
             region: 3,
             units: units as u64,
-            homes: Homes::explicit(ranges).unwrap(),
+            homes: match self.is_first_touch {
+                true => Homes::first_touch((0..self.sites).map(id).collect::<Vec<_>>()).unwrap(),
+                false => Homes::explicit(ranges).unwrap(),
+            },
             epoch: 0,
             members: (0..self.sites).map(id).collect(),
         };
@@ -343,7 +349,7 @@ impl World {
         for (number, site) in self.sites.iter().enumerate().filter(|it| it.1.is_up) {
             let may_go_on = |task: &usize| {
                 let task = &site.tasks[*task];
-                let from = &self.sites[task.from(worlds)];
+                let from = &self.sites[task.from()];
                 site.turn.takes_ends() || !task.is_ending(from.is_up)
             };
             let tasks = (0..site.tasks.len()).filter(may_go_on);
@@ -375,9 +381,10 @@ impl World {
 
     /// Returns what is wrong with the frames of the homes after all that was written has been released.
     fn spoilt(&self, worlds: &Worlds<'_>) -> Option<String> {
-        let is_up = |unit: &usize| self.sites[worlds.homes[*unit]].is_up;
-        for unit in (0..worlds.homes.len()).filter(is_up) {
-            let frame = &self.sites[worlds.homes[unit]].frames[unit];
+        let home = |unit: usize| self.sites.iter().find_map(|it| it.node.home(unit as u64));
+        let home = |unit| Some((unit, &self.sites[site(home(unit)?)]));
+        for (unit, home) in (0..worlds.homes.len()).filter_map(home).filter(|it| it.1.is_up) {
+            let frame = &home.frames[unit];
             for (word, (value, allowed)) in frame.iter().zip(&self.allowed[unit]).enumerate() {
                 if !allowed.contains(value) {
                     return Some(format!(
@@ -426,7 +433,7 @@ impl World {
                 self.took(worlds, site(to))?;
             }
             Step::Task(number, task) => self.read(worlds, number, task)?,
-            Step::Act(number, choice) => self.act(worlds, number, choice)?,
+            Step::Act(number, choice) => self.act(number, choice)?,
             Step::Crash => {
                 let crashed = worlds.crash.unwrap();
                 self.has_crashed = true;
@@ -472,7 +479,7 @@ impl World {
     fn end_tasks(&mut self, worlds: &Worlds<'_>, number: usize, gone: usize) -> Result<(), String> {
         let (ended, left): (Vec<Task>, Vec<Task>) = std::mem::take(&mut self.sites[number].tasks)
             .into_iter()
-            .partition(|task| task.from(worlds) == gone);
+            .partition(|task| task.from() == gone);
         let site = &mut self.sites[number];
         site.tasks = left;
         for task in ended {
@@ -495,7 +502,7 @@ impl World {
     /// Has a read find something, or ends it if it has.
     fn read(&mut self, worlds: &Worlds<'_>, number: usize, task: usize) -> Result<(), String> {
         let task = self.sites[number].tasks.remove(task);
-        let source = &self.sites[task.from(worlds)];
+        let source = &self.sites[task.from()];
         if !source.is_up && task.is_lost() {
             // It fails when the node is known to be gone.
             self.sites[number].fail(task);
@@ -505,10 +512,16 @@ impl World {
             Task::Pull {
                 unit,
                 task,
+                from,
                 found: None,
             } => {
                 let found = Some(source.frames[unit]);
-                self.sites[number].tasks.push(Task::Pull { unit, task, found });
+                self.sites[number].tasks.push(Task::Pull {
+                    unit,
+                    task,
+                    from,
+                    found,
+                });
                 return Ok(());
             }
             Task::Look {
@@ -530,6 +543,7 @@ impl World {
             Task::Pull {
                 unit,
                 task,
+                from,
                 found: Some(words),
             } => {
                 let site = &mut self.sites[number];
@@ -539,7 +553,6 @@ impl World {
                     ));
                 }
                 site.frames[unit] = words;
-                let from = worlds.homes[unit];
                 return self.landed(worlds, number, from, End::Pulled { unit, task });
             }
             Task::Fetch { run, slot, from } => {
@@ -735,10 +748,10 @@ impl Site {
 
 impl Task {
     /// Returns the site that is read from.
-    fn from(&self, worlds: &Worlds<'_>) -> usize {
+    fn from(&self) -> usize {
         match *self {
-            Task::Pull { unit, .. } => worlds.homes[unit],
-            Task::Fetch { from, .. }
+            Task::Pull { from, .. }
+            | Task::Fetch { from, .. }
             | Task::Land { from, .. }
             | Task::Look { from, .. }
             | Task::Ended { from, .. } => from,
@@ -784,6 +797,7 @@ pub(crate) const fn world<'a>(
         name,
         sites,
         homes,
+        is_first_touch: false,
         threads,
         locks: 2,
         racy: &[],
@@ -1071,6 +1085,70 @@ pub(crate) const SMALL: &[Worlds<'static>] = &[
                 (0, &[L(0), W(0, 0, 1), U(0), L(0), R(1, 0), U(0)]),
                 (0, &[L(1), R(0, 1), W(0, 1, 2), U(1)]),
                 (1, &[L(0), W(1, 0, 3), U(0)]),
+            ],
+        )
+    },
+    Worlds {
+        is_first_touch: true,
+        duplicates: 1,
+        ..world(
+            "2 nodes, 2 units, first touch, false sharing, a duplicate",
+            &[0, 0],
+            &[
+                (0, &[L(0), W(0, 0, 1), U(0), L(1), R(1, 1), U(1)]),
+                (1, &[L(1), W(0, 1, 2), W(1, 1, 3), U(1), L(0), R(0, 0), U(0)]),
+            ],
+        )
+    },
+    Worlds {
+        is_first_touch: true,
+        sites: 3,
+        ..world(
+            "3 nodes, 1 unit, first touch, false sharing, 2 locks",
+            &[0],
+            &[
+                (1, &[L(0), W(0, 0, 1), U(0), L(1), R(0, 1), U(1)]),
+                (2, &[L(1), W(0, 1, 2), U(1), L(0), R(0, 0), W(0, 0, 3), U(0)]),
+            ],
+        )
+    },
+    Worlds {
+        is_first_touch: true,
+        sites: 3,
+        crash: Some(0),
+        ..world(
+            "3 nodes, 1 unit, first touch, a crash of the registrar",
+            &[0],
+            &[
+                (1, &[L(0), W(0, 0, 1), U(0), L(0), R(0, 0), U(0)]),
+                (2, &[L(0), R(0, 0), W(0, 0, 2), U(0)]),
+            ],
+        )
+    },
+    Worlds {
+        is_first_touch: true,
+        sites: 3,
+        crash: Some(1),
+        ..world(
+            "3 nodes, 1 unit, first touch, a crash",
+            &[0],
+            &[
+                (1, &[L(0), W(0, 0, 1), U(0)]),
+                (2, &[L(0), R(0, 0), W(0, 0, 2), U(0), L(0), R(0, 0), U(0)]),
+            ],
+        )
+    },
+    Worlds {
+        is_first_touch: true,
+        sites: 3,
+        delays: true,
+        ..world(
+            "3 nodes, 1 unit, first touch, delays",
+            &[0],
+            &[
+                (1, &[L(0), W(0, 0, 1), U(0)]),
+                (1, &[L(1), R(0, 1), U(1)]),
+                (2, &[L(1), W(0, 1, 2), U(1), L(0), R(0, 0), U(0)]),
             ],
         )
     },

@@ -165,19 +165,19 @@ impl World {
         self.sites[number].turn.phase = phase;
         self.sites[number].hear();
         while !worlds.delays && !self.sites[number].turn.is_idle() {
-            self.act(worlds, number, 0)?;
+            self.act(number, 0)?;
         }
         Ok(())
     }
 
     /// Carries out one action of a site.
-    pub(super) fn act(&mut self, worlds: &Worlds<'_>, number: usize, choice: usize) -> Result<(), String> {
+    pub(super) fn act(&mut self, number: usize, choice: usize) -> Result<(), String> {
         let mut has_failed = false;
         if let Some(action) = self.sites[number].turn.next(choice) {
-            if let Some(with) = action_with(worlds, &action) {
+            if let Some(with) = action_with(&action) {
                 has_failed = !self.sites[with].is_up && self.sites[number].epoch == 0;
             }
-            self.carry_out(worlds, number, action)?;
+            self.carry_out(number, action)?;
         }
         let site = &mut self.sites[number];
         site.turn.phase = Phase::Acting { has_failed };
@@ -185,14 +185,18 @@ impl World {
         Ok(())
     }
 
-    fn carry_out(&mut self, worlds: &Worlds<'_>, number: usize, action: Action) -> Result<(), String> {
+    fn carry_out(&mut self, number: usize, action: Action) -> Result<(), String> {
         let site = &mut self.sites[number];
         match action {
             Action::Send { to, message } => self.network.push((id(number), to, message)),
-            Action::Pull { unit, task } => {
-                let unit = unit as usize;
-                let found = None;
-                self.begin_read(worlds, number, Task::Pull { unit, task, found });
+            Action::Pull { unit, task, from } => {
+                let pull = Task::Pull {
+                    unit: unit as usize,
+                    task,
+                    from: super::site(from),
+                    found: None,
+                };
+                self.begin_read(number, pull);
             }
             Action::Copy { unit } => site.twins[unit as usize] = site.frames[unit as usize],
             Action::Protect { unit, right } => site.rights[unit as usize] = right,
@@ -208,7 +212,7 @@ impl World {
             }
             Action::Fetch { run, slot, from } => {
                 let from = super::site(from);
-                self.begin_read(worlds, number, Task::Fetch { run, slot, from });
+                self.begin_read(number, Task::Fetch { run, slot, from });
             }
             Action::Land { run, slot, from } => {
                 let (from, found) = (super::site(from), None);
@@ -218,7 +222,7 @@ impl World {
                     from,
                     found,
                 };
-                self.begin_read(worlds, number, land);
+                self.begin_read(number, land);
             }
             Action::Apply { run, slot, is_shared } => site.store(number, run, slot, is_shared)?,
             Action::Append { run } => site.log.extend(run.first..run.first + run.count),
@@ -228,7 +232,7 @@ impl World {
                     found: None,
                     has_lapped: false,
                 };
-                self.begin_read(worlds, number, look);
+                self.begin_read(number, look);
             }
             Action::Accuse { node, violation } => {
                 return Err(format!("site {number} accuses {node:?} of {violation}"));
@@ -238,8 +242,8 @@ impl World {
     }
 
     /// Begins a read, which ends at once without a connection.
-    fn begin_read(&mut self, worlds: &Worlds<'_>, number: usize, task: Task) {
-        let is_gone = !self.sites[task.from(worlds)].is_up && self.sites[number].epoch > 0;
+    fn begin_read(&mut self, number: usize, task: Task) {
+        let is_gone = !self.sites[task.from()].is_up && self.sites[number].epoch > 0;
         let site = &mut self.sites[number];
         match is_gone {
             true => site.fail(task),
@@ -249,11 +253,12 @@ impl World {
 }
 
 /// Returns the site that an action sends to or reads from.
-fn action_with(worlds: &Worlds<'_>, action: &Action) -> Option<usize> {
+fn action_with(action: &Action) -> Option<usize> {
     match action {
         Action::Send { to, .. } => Some(site(*to)),
-        Action::Pull { unit, .. } => Some(worlds.homes[*unit as usize]),
-        Action::Fetch { from, .. } | Action::Land { from, .. } => Some(site(*from)),
+        Action::Pull { from, .. } | Action::Fetch { from, .. } | Action::Land { from, .. } => {
+            Some(site(*from))
+        }
         Action::Look { node } => Some(site(*node)),
         _ => None,
     }

@@ -546,10 +546,8 @@ impl<'a> Engine<'a> {
         let bytes = part.unit_bytes;
         match action {
             release::Action::Send { to, message } => self.send_about(number, region, to, message),
-            release::Action::Pull { unit, task } => {
-                if let Some(from) = part.coherence.release().map(|release| release.home(unit)) {
-                    self.read(number, from, bytes, Work::Pulled { region, unit, task });
-                }
+            release::Action::Pull { unit, task, from } => {
+                self.read(number, from, bytes, Work::Pulled { region, unit, task });
             }
             // A trace has no contents. What a program may write is taken for written, and units that two nodes have written are never the same
             // again.
