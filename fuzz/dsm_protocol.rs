@@ -49,7 +49,8 @@ pub(crate) fn dsm_protocol(input: &[u8]) {
     match choice % 4 {
         0 => drive(Coherent::new(Homes::cyclic(members, 1).unwrap()), events),
         1 => drive(Coherent::new(Homes::first_touch(members).unwrap()), events),
-        2 => drive(Relaxed::new(Homes::cyclic(members, 3).unwrap()), events),
+        2 if choice & 4 == 0 => drive(Relaxed::new(Homes::cyclic(members, 3).unwrap()), events),
+        2 => drive(Relaxed::new(Homes::first_touch(members).unwrap()), events),
         _ => read_log(events),
     }
 }
@@ -440,7 +441,7 @@ impl Part for Relaxed {
         let at = usize::from(details[0]) % self.tasks.len();
         let outcomes = [0, 1, 2].map(|bit| details[1] >> bit & 1 == 1);
         match self.tasks.remove(at) {
-            release::Action::Pull { unit, task } => self.node.handle_pulled(unit, task, outcomes[0]),
+            release::Action::Pull { unit, task, .. } => self.node.handle_pulled(unit, task, outcomes[0]),
             release::Action::Compare { task, .. } => self.node.handle_compared(task, &outcomes),
             release::Action::Fetch { slot, .. } | release::Action::Land { slot, .. } => {
                 self.node.handle_fetched(slot, outcomes[0]);

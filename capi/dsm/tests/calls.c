@@ -105,7 +105,7 @@ static void releases(struct rdmux_dsm_thread *thread)
 {
 	struct rdmux_dsm_region_options all[] = {
 		{.consistency = RDMUX_DSM_CONSISTENCY_RELEASE},
-		{.consistency = RDMUX_DSM_CONSISTENCY_RELEASE, .unit = 1024},
+		{.consistency = RDMUX_DSM_CONSISTENCY_RELEASE, .unit = 1024, .homes = RDMUX_DSM_HOMES_FIRST_TOUCH},
 		{.consistency = RDMUX_DSM_CONSISTENCY_RELEASE, .unit = 4 * PAGE, .homes = RDMUX_DSM_HOMES_HASH},
 	};
 	for (size_t i = 0; i < sizeof all / sizeof *all; i++) {

@@ -7,7 +7,7 @@ use std::num::NonZeroU32;
 
 use common::{MODES, run, run_as_node};
 use rdmux_dsm::protocol::{Homes, NodeId};
-use rdmux_dsm::{Error, Placement, RegionOptions, Session};
+use rdmux_dsm::{Consistency, Error, Placement, RegionOptions, Session};
 
 const PAGE: usize = 4096;
 const PAGES: usize = 24;
@@ -17,14 +17,14 @@ fn node() {
     run_as_node(&[("placed", placed), ("unequal", unequal), ("stranger", stranger)]);
 }
 
-fn options(placement: Placement) -> RegionOptions {
+fn options(homes: Placement) -> RegionOptions {
     RegionOptions {
-        homes: placement,
+        homes,
         ..RegionOptions::new((PAGES * PAGE) as u64).unwrap()
     }
 }
 
-/// In a region of each placement, each node writes the pages that are at home there, and node 0 reads all.
+/// In a region of each placement and consistency, each node writes the pages that are at home there, and node 0 reads all.
 fn placed(session: &Session) {
     let nodes: Vec<NodeId> = (0..session.nodes()).filter_map(NodeId::new).collect();
     let in_turn = |row: usize| move |page: usize, nodes: u32| (page / row) as u32 % nodes;
@@ -46,8 +46,14 @@ fn placed(session: &Session) {
     ];
     let mut thread = session.thread(0).unwrap();
     let parties = NonZeroU32::new(session.nodes()).unwrap();
-    for (placement, home_of) in all {
-        let region = session.region(&options(placement.clone())).unwrap();
+    let kinds = [Consistency::Sequential, Consistency::Release];
+    for (kind, (placement, home_of)) in kinds
+        .iter()
+        .flat_map(|kind| all.iter().map(move |it| (*kind, it)))
+    {
+        let region = session
+            .region(&options(placement.clone()).consistency(kind))
+            .unwrap();
         let words = region.array::<u64>(0, PAGES * PAGE / 8);
         let is_own = |page: &usize| home_of(*page, session.nodes()) == session.node();
         let own: Vec<usize> = (0..PAGES).filter(is_own).collect();
@@ -57,7 +63,7 @@ fn placed(session: &Session) {
         let stat = region.stat();
         assert_eq!(stat.fetches, 0, "{placement:?} {stat:?}");
         assert_eq!(stat.write_faults, own.len() as u64, "{placement:?} {stat:?}");
-        if placement != Placement::FirstTouch {
+        if *placement != Placement::FirstTouch {
             assert_eq!(stat.messages, 0, "{placement:?} {stat:?}");
         }
         thread.barrier(0, parties).unwrap();

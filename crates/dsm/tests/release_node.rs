@@ -12,10 +12,15 @@ const fn id(number: u32) -> NodeId {
 
 /// Makes node 0, of the members 0, 1 and 2, which are the homes of so many units each, in turn. It carries out two flushes at a time, of at most 4 units.
 fn node_of(units: u64) -> Node {
+    node_with(units, Homes::cyclic([id(0), id(1), id(2)], units).unwrap())
+}
+
+/// Makes the same with other homes.
+fn node_with(units: u64, homes: Homes) -> Node {
     let settings = Settings {
         region: 7,
         units: 3 * units,
-        homes: Homes::cyclic([id(0), id(1), id(2)], units).unwrap(),
+        homes,
         epoch: 0,
         members: (0..3).map(id).collect(),
     };
@@ -572,9 +577,162 @@ fn handle_acquire__after_a_departure_waits_until_nobody_stores_what_the_node_has
     }
 }
 
+/// Makes node 0 of a region whose homes the first touch makes, with one registrar of all units.
+fn touched(registrar: u32) -> Node {
+    node_with(1, Homes::first_touch([id(registrar)]).unwrap())
+}
+
+/// Has the program of node 0 touch a unit whose registrar is node 1, which hears of that.
+fn locating(unit: u64, access: Access) -> Node {
+    let mut node = touched(1);
+    node.handle_fault(unit, access);
+    assert_eq!(sent(&actions(&mut node)), [(id(1), unit, Body::Locate)]);
+    assert_eq!(node.waits().map(|it| it.node).collect::<Vec<_>>(), [id(1)]);
+    assert_eq!((node.home(unit), node.is_awaited(unit)), (None, true));
+    node
+}
+
+#[test]
+fn handle_fault__where_the_home_is_not_known_asks_the_registrar() {
+    let (unit, task) = (2, 0);
+    let mut node = locating(unit, Access::Read);
+    // A later fault waits for the same answer.
+    node.handle_fault(unit, Access::Write);
+    assert_eq!(actions(&mut node), NOTHING);
+    let pull = Action::Pull {
+        unit,
+        task,
+        from: id(2),
+    };
+    assert_eq!(take(&mut node, (1, 0), unit, Body::Home(id(2))), [pull]);
+    assert_eq!(node.waits().count(), 0);
+    node.handle_pulled(unit, task, true);
+    let right = Right::Exclusive;
+    assert_eq!(
+        actions(&mut node),
+        [Action::Copy { unit }, Action::Protect { unit, right }]
+    );
+    node.handle_release();
+    let (of, task) = compared(&actions(&mut node));
+    node.handle_compared(task, &[true]);
+    assert_eq!(of, run(2, 1));
+    assert_eq!(sent(&actions(&mut node)), [(id(2), unit, FLUSH)]);
+
+    let mut node = locating(unit, Access::Write);
+    let protect = Action::Protect { unit, right };
+    assert_eq!(take(&mut node, (1, 0), unit, Body::Home(id(0))), [protect]);
+}
+
+#[test]
+fn handle_message__of_nodes_that_do_not_know_the_home_names_the_first_of_them() {
+    let mut node = touched(0);
+    for (from, unit, home) in [(2, 0, 2), (1, 0, 2), (2, 0, 2), (1, 1, 1)] {
+        let answer = (id(from), unit, Body::Home(id(home)));
+        let sequence = 2 * unit + u64::from(from == 2 && node.home(0).is_some());
+        assert_eq!(
+            sent(&take(&mut node, (from, sequence), unit, Body::Locate)),
+            [answer]
+        );
+    }
+    node.handle_fault(0, Access::Read);
+    let pull = |unit, task, from| Action::Pull {
+        unit,
+        task,
+        from: id(from),
+    };
+    assert_eq!(actions(&mut node), [pull(0, 0, 2)]);
+    // The registrar itself is the first one that touches the last unit.
+    let right = Right::Shared;
+    node.handle_fault(2, Access::Read);
+    assert_eq!(actions(&mut node), [Action::Protect { unit: 2, right }]);
+    let answer = (id(1), 2, Body::Home(id(0)));
+    assert_eq!(sent(&take(&mut node, (1, 5), 2, Body::Locate)), [answer]);
+}
+
+#[test]
+fn handle_message__to_flush_before_the_home_knows_that_it_is_lands() {
+    let mut node = locating(0, Access::Write);
+    let land = Action::Land {
+        run: run(0, 1),
+        slot: 0,
+        from: id(2),
+    };
+    assert_eq!(take(&mut node, (2, 0), 0, FLUSH), [land]);
+    // The program waits until it has landed.
+    let protect = |right| Action::Protect { unit: 0, right };
+    assert_eq!(
+        take(&mut node, (1, 0), 0, Body::Home(id(0))),
+        [protect(Right::Shared)]
+    );
+    node.handle_fetched(0, true);
+    let all = actions(&mut node);
+    assert_eq!(sent(&all), [(id(2), 0, FLUSHED)]);
+    assert_eq!(all.last(), Some(&protect(Right::Exclusive)));
+}
+
+#[test]
+fn handle_message__about_homes_that_no_correct_node_sends_accuses_and_changes_nothing() {
+    for (from, unit, body, violation) in [
+        (1, 0, Body::Locate, Violation::NotHome),
+        (2, 0, Body::Home(id(2)), Violation::NotHome),
+        (1, 0, Body::Home(id(3)), Violation::WrongNode),
+        (1, 1, Body::Home(id(2)), Violation::Unexpected),
+    ] {
+        let mut node = locating(0, Access::Read);
+        let accusation = Action::Accuse {
+            node: id(from),
+            violation,
+        };
+        assert_eq!(take(&mut node, (from, 0), unit, body), [accusation], "{body:?}");
+        let pull = Action::Pull {
+            unit: 0,
+            task: 0,
+            from: id(2),
+        };
+        assert_eq!(take(&mut node, (1, 1), 0, Body::Home(id(2))), [pull]);
+    }
+    for body in [Body::Locate, Body::Home(id(1))] {
+        let accusation = Action::Accuse {
+            node: id(1),
+            violation: Violation::NotHome,
+        };
+        assert_eq!(
+            take(&mut node(), (1, 0), 0, body),
+            [accusation],
+            "all know the homes"
+        );
+    }
+}
+
+#[test]
+fn handle_gone__of_a_registrar_ends_the_waits_for_its_answer_and_no_others() {
+    let mut node = locating(0, Access::Read);
+    node.handle_fault(1, Access::Read);
+    actions(&mut node);
+    let pull = Action::Pull {
+        unit: 1,
+        task: 0,
+        from: id(2),
+    };
+    assert_eq!(take(&mut node, (1, 0), 1, Body::Home(id(2))), [pull]);
+    node.handle_gone(1, &[id(1)]);
+    let poison = |unit| Action::Poison { unit, node: id(1) };
+    assert_eq!(actions(&mut node)[0], poison(0));
+    assert_eq!(node.waits().count(), 0);
+    node.handle_pulled(1, 0, true);
+    let right = Right::Shared;
+    assert_eq!(actions(&mut node), [Action::Protect { unit: 1, right }]);
+    // Nobody knows the home of a unit of which this node hears first.
+    node.handle_fault(2, Access::Read);
+    assert_eq!(actions(&mut node), [poison(2)]);
+}
+
 /// Has an event happen to a node whose peers send anything. Returns the rounds of a release or an acquire that it began.
 fn happen(node: &mut Node, epoch: u64, sequence: u64, dice: &mut ChaCha8Rng) -> (Option<u64>, Option<u64>) {
-    const BODIES: [Body; 7] = [
+    const BODIES: [Body; 10] = [
+        Body::Locate,
+        Body::Home(id(0)),
+        Body::Home(id(2)),
         Body::Settled,
         FLUSH,
         Body::Flush { units: 2 },
@@ -594,7 +752,7 @@ fn happen(node: &mut Node, epoch: u64, sequence: u64, dice: &mut ChaCha8Rng) -> 
                 sequence,
                 request: number(6).into(),
                 unit: unit + u64::from(number(8) / 7),
-                body: BODIES[number(7) as usize],
+                body: BODIES[number(BODIES.len() as u32) as usize],
             };
             node.handle_message(from, &message).unwrap();
         }
@@ -621,7 +779,10 @@ fn happen(node: &mut Node, epoch: u64, sequence: u64, dice: &mut ChaCha8Rng) -> 
 fn rounds__all_end_with_the_other_nodes_whatever_these_have_sent() {
     for seed in 0..3000 {
         let mut dice = ChaCha8Rng::seed_from_u64(seed);
-        let mut node = node();
+        let mut node = match seed % 3 {
+            0 => node_with(1, Homes::first_touch([id(0), id(1), id(2)]).unwrap()),
+            _ => node(),
+        };
         let mut rounds = (0, 0);
         let first = 1 + (seed % 2) as u32;
         for (epoch, gone) in [(0, first), (1, 3 - first)] {

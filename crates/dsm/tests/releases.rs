@@ -144,17 +144,24 @@ fn synchronisation__goes_on_after_a_region_that_could_not_be_made() {
     }
 }
 
-/// All nodes write words of the same units, of several sizes, and read all.
+/// All nodes write words of the same units, of several sizes, at homes in turn and where the first of them has touched a unit, and read all.
 fn sized(session: &Session) {
     const BYTES: u64 = 32 * PAGE as u64;
     const STEP: usize = 24;
     let mut thread = session.thread(0).unwrap();
     let (own, nodes) = (u64::from(session.node()), u64::from(session.nodes()));
-    for unit in [64, 1024, 4 * PAGE as u64] {
+    let units = [64, 1024, 4 * PAGE as u64];
+    let settings = units.map(|unit| [Placement::InTurn(1), Placement::FirstTouch].map(|homes| (unit, homes)));
+    for (unit, homes) in settings.into_iter().flatten() {
         let options = RegionOptions::new(BYTES)
             .unwrap()
             .consistency(Consistency::Release);
-        let region = session.region(&RegionOptions { unit, ..options }).unwrap();
+        let options = RegionOptions {
+            unit,
+            homes,
+            ..options
+        };
+        let region = session.region(&options).unwrap();
         let word = |at: u64| region.mapping().double_word(region.place(at) as usize);
         for round in 1..5 {
             for at in (0..BYTES)
@@ -165,11 +172,7 @@ fn sized(session: &Session) {
             }
             thread.barrier(0, all(session, 1)).unwrap();
             for at in (0..BYTES).step_by(STEP) {
-                assert_eq!(
-                    word(at).load(Ordering::Relaxed),
-                    at << 8 | round,
-                    "units of {unit}"
-                );
+                assert_eq!(word(at).load(Ordering::Relaxed), at << 8 | round, "{options:?}");
             }
             thread.barrier(0, all(session, 1)).unwrap();
         }
