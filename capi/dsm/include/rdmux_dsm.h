@@ -88,7 +88,16 @@ struct rdmux_dsm_stat {
 	uint64_t fetches;       /* units that were read from other nodes */
 	uint64_t invalidations; /* rights that others have taken */
 	uint64_t messages;      /* messages sent */
-	uint64_t reserved[11];  /* 0 */
+	/* Of a region with release consistency, otherwise 0. */
+	uint64_t releases;       /* releases of units that were written; threads that come at the same time share one */
+	uint64_t acquires;       /* acquires, in the same way */
+	uint64_t twins;          /* copies of units before they were written, whose home is another node */
+	uint64_t flushes_sent;   /* flushes that were sent to homes, each of neighbouring units */
+	uint64_t flushes;        /* flushes of other nodes that this node has carried out as their home */
+	uint64_t landed_units;   /* units that were read for those straight into the own ones */
+	uint64_t merged_units;   /* units that were read for those with their twins, which are as many bytes again */
+	uint64_t log_read_bytes; /* bytes of other nodes' logs that acquires have read */
+	uint64_t reserved[3];    /* 0 */
 };
 
 /* Makes a region of zeros. All nodes call it, in the same order with the same settings, or with a null pointer for the defaults. */

@@ -127,7 +127,15 @@ struct Stat {
     fetches: u64,
     invalidations: u64,
     messages: u64,
-    reserved: [u64; 11],
+    releases: u64,
+    acquires: u64,
+    twins: u64,
+    flushes_sent: u64,
+    flushes: u64,
+    landed_units: u64,
+    merged_units: u64,
+    log_read_bytes: u64,
+    reserved: [u64; 3],
 }
 
 /// Returns the bytes that the program says it has, which the library reads.
@@ -314,7 +322,15 @@ unsafe extern "C" fn rdmux_dsm_region_stat(region: *mut Region, to: *mut Stat) -
             // Rights that others have taken, all or in part.
             invalidations: counted.invalidations + counted.downgrades,
             messages: counted.messages,
-            reserved: [0; 11],
+            releases: counted.releases,
+            acquires: counted.acquires,
+            twins: counted.twins,
+            flushes_sent: counted.flushes_sent,
+            flushes: counted.flushes,
+            landed_units: counted.landed_units,
+            merged_units: counted.merged_units,
+            log_read_bytes: counted.log_read_bytes,
+            reserved: [0; 3],
         };
         // SAFETY: not null, so the program has room for the structure.
         unsafe { to.write(counts) };

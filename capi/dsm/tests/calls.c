@@ -57,7 +57,7 @@ static void regions(struct rdmux_dsm_thread *thread)
 		bytes[7 * PAGE] = 1;
 		CHECK(rdmux_dsm_region_stat(region, &after) == 0);
 		CHECK(after.write_faults == before.write_faults && after.read_faults == before.read_faults);
-		CHECK(after.reserved[0] == 0);
+		CHECK(after.acquires == 0 && after.log_read_bytes == 0 && after.reserved[0] == 0);
 	}
 	CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
 	CHECK(rdmux_dsm_acquire_range(region, bytes, 8 * PAGE, RDMUX_DSM_READ) == 0);
@@ -110,6 +110,7 @@ static void releases(struct rdmux_dsm_thread *thread)
 	};
 	for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
 		struct rdmux_dsm_region *region;
+		struct rdmux_dsm_stat stat;
 		CHECK(rdmux_dsm_region_make(session, 8 * PAGE, &all[i], &region) == 0);
 		for (int round = 1; round < 5; round++) {
 			for (uint64_t at = node; at < 8 * PAGE; at += nodes)
@@ -119,6 +120,13 @@ static void releases(struct rdmux_dsm_thread *thread)
 				CHECK(*(char *)rdmux_dsm_region_place(region, at) == (char)(round + at));
 			CHECK(rdmux_dsm_barrier(thread, ALL, nodes) == 0);
 		}
+		/* Each barrier acquires, and every other one has something to release. */
+		CHECK(rdmux_dsm_region_stat(region, &stat) == 0);
+		CHECK(stat.releases == 4 && stat.acquires == 8 && stat.reserved[0] == 0);
+		/* Other nodes are the homes of some pages, which they are not for few units by hash. */
+		CHECK(i == 2 || ((stat.twins > 0) == (nodes > 1) && (stat.flushes_sent > 0) == (nodes > 1)));
+		CHECK((stat.flushes > 0) == (stat.landed_units + stat.merged_units > 0));
+		CHECK((stat.log_read_bytes > 0) == (nodes > 1));
 	}
 }
 

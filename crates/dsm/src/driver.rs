@@ -666,12 +666,16 @@ impl Driver {
     /// Counts a message about a unit of a region.
     fn count_message(&self, region: u32, to: NodeId, body: Body) {
         self.sheet.count_region(region, RegionCounter::Messages, 1);
-        if let Body::Recall(right) = body {
-            let counter = match right {
-                Right::Invalid => RegionCounter::InvalidationsSent,
-                _ => RegionCounter::DowngradesSent,
-            };
-            self.sheet.count_region(region, counter, 1);
+        let counter = match body {
+            Body::Recall(Right::Invalid) => RegionCounter::InvalidationsSent,
+            Body::Recall(_) => RegionCounter::DowngradesSent,
+            Body::Flush { .. } => RegionCounter::FlushesSent,
+            // The home's answer.
+            Body::Flushed { .. } => RegionCounter::Flushes,
+            _ => return,
+        };
+        self.sheet.count_region(region, counter, 1);
+        if let Body::Recall(_) = body {
             self.sheet.count_peer(to.number(), PeerCounter::RecallsSent, 1);
         }
     }

@@ -129,6 +129,14 @@ pub enum Consistency {
     Release,
 }
 
+impl Consistency {
+    /// Returns the consistency of a number, which is its place among all.
+    pub(crate) fn of_number(number: u64) -> Option<Consistency> {
+        let all = <Consistency as strum::VariantArray>::VARIANTS;
+        all.get(usize::try_from(number).ok()?).copied()
+    }
+}
+
 /// Settings of a region, the same on all nodes but for the mode.
 #[derive(Clone, Debug)]
 pub struct RegionOptions {
@@ -488,7 +496,8 @@ impl<'a> Agreement<'a, '_> {
         }
         driver.add(pages.clone(), mr, &settings, self.arena.clone(), shadow);
         let bytes = geometry.bytes();
-        driver.sheet().add_region(self.number, bytes, self.options.mode);
+        let (mode, consistency) = (self.options.mode, self.options.consistency);
+        driver.sheet().add_region(self.number, bytes, mode, consistency);
         if driver.own().number() == 0 {
             let address = pages.addresses().start;
             let (pages, digest) = (system_pages(geometry), self.digest());

@@ -18,7 +18,7 @@ use rdmux_memory::mapping::sealed_file;
 
 use crate::cluster::Cluster;
 use crate::driver::REGIONS_MAX;
-use crate::session::FaultMode;
+use crate::session::{Consistency, FaultMode};
 
 pub use self::read::{Node, Peer, ReadError, Region, nodes};
 
@@ -28,7 +28,7 @@ const NAME: &str = "rdmux-dsm-stat";
 /// The first word of a sheet that is complete.
 const MAGIC: u64 = u64::from_le_bytes(*b"rdmuxdsm");
 /// Changes with the words of a sheet.
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 
 /// Words about the node.
 const HEAD_WORDS: usize = 10;
@@ -53,10 +53,11 @@ const PORT_AT: usize = 2;
 const GONE_AT: usize = 3;
 const PEER_COUNTS_AT: usize = 4;
 
-/// Words of a region: its bytes, 0 if there is none; its mode of faults; its counts.
-const REGION_WORDS: usize = 2 + RegionCounter::COUNT;
+/// Words of a region: its bytes, 0 if there is none; its mode of faults; its consistency; its counts.
+const REGION_WORDS: usize = 3 + RegionCounter::COUNT;
 const MODE_AT: usize = 1;
-const REGION_COUNTS_AT: usize = 2;
+const CONSISTENCY_AT: usize = 2;
+const REGION_COUNTS_AT: usize = 3;
 
 /// Returns the words of a sheet in a cluster of so many nodes.
 const fn words(nodes: usize) -> usize {
@@ -186,12 +187,36 @@ counters! {
         InvalidationsSent, invalidations_sent, Count;
         /// Requests to other nodes to write no more to pages of which this node is the home.
         DowngradesSent, downgrades_sent, Count;
-        /// Pages that this node has given up for others.
+        /// Pages that this node has given up for others; with release consistency, copies that acquires have taken away.
         Invalidations, invalidations, Count;
-        /// Pages that this node may only read any more, for others.
+        /// Pages that this node may only read any more, for others; with release consistency, pages that releases have protected.
         Downgrades, downgrades, Count;
         /// Messages sent.
         Messages, messages, Count;
+        /// Releases of pages that were written, in a region with release consistency. Threads that come at the same time share one.
+        Releases, releases, Count;
+        /// Time that threads have waited for releases, which are those of all regions.
+        ReleaseWaitNs, release_wait_ns, Ns;
+        /// Acquires, in a region with release consistency. Threads that come at the same time share one.
+        Acquires, acquires, Count;
+        /// Time that threads have waited for acquires, which are those of all regions.
+        AcquireWaitNs, acquire_wait_ns, Ns;
+        /// Twins made: copies of pages before they were written, whose home is another node.
+        Twins, twins, Count;
+        /// Flushes that were sent to homes, each of neighbouring pages that differ from their twins.
+        FlushesSent, flushes_sent, Count;
+        /// Flushes of other nodes that this node has carried out as their home.
+        Flushes, flushes, Count;
+        /// Pages of such flushes that this node has read straight into its own pages.
+        LandedUnits, landed_units, Count;
+        /// Pages of such flushes that this node has read with their twins, to store the bytes that differ.
+        MergedUnits, merged_units, Count;
+        /// Bytes that this node has read for such flushes, those of twins included.
+        FlushReadBytes, flush_read_bytes, Bytes;
+        /// RDMA READs of the logs of other nodes: one of each log for an acquire, and two or three more if there is something new.
+        LogReads, log_reads, Count;
+        /// Their bytes.
+        LogReadBytes, log_read_bytes, Bytes;
     }
 }
 
@@ -299,11 +324,21 @@ impl Sheet {
         }
     }
 
+    /// Raises the count of a region to that of events which have numbers from 1 on.
+    pub(crate) fn raise_region(&self, region: u32, counter: RegionCounter, number: u64) {
+        if (region as usize) < REGIONS_MAX {
+            let at = region_at(self.nodes, region as usize) + REGION_COUNTS_AT + counter as usize;
+            let counted = self.word(at).load(Ordering::Relaxed);
+            self.set(at, counted.max(number));
+        }
+    }
+
     /// Adds a region.
-    pub(crate) fn add_region(&self, region: u32, bytes: u64, mode: FaultMode) {
+    pub(crate) fn add_region(&self, region: u32, bytes: u64, mode: FaultMode, consistency: Consistency) {
         if (region as usize) < REGIONS_MAX {
             let at = region_at(self.nodes, region as usize);
             self.set(at + MODE_AT, mode as u64);
+            self.set(at + CONSISTENCY_AT, consistency as u64);
             self.word(at).store(bytes, Ordering::Release);
         }
     }

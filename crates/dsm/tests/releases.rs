@@ -14,7 +14,7 @@ use common::{
 };
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
-use rdmux_dsm::{Consistency, Error, Placement, Region, RegionOptions, Session};
+use rdmux_dsm::{Consistency, Error, Placement, Region, RegionOptions, Session, Stat};
 use rustix::process::Signal;
 
 const PAGE: usize = 4096;
@@ -29,6 +29,7 @@ fn node() {
         ("locked", locked),
         ("queue", queue),
         ("counted", counted),
+        ("turns", turns),
         ("filled", filled),
         ("homeless", homeless),
         ("unlocked", unlocked),
@@ -248,12 +249,92 @@ fn counted(session: &Session) {
     let moved = PAGES as u64 / 2;
     let stat = region.stat();
     assert_eq!(stat.fetches, moved * (ROUNDS + 1) + moved, "{stat:?}");
+    // Each node has flushed a page for each that it has read for a flush, some of them with their twins.
+    assert_eq!((stat.flushes_sent, stat.twins), (moved * ROUNDS, moved * ROUNDS));
+    assert_eq!(stat.landed_units + stat.merged_units, stat.flushes, "{stat:?}");
+    let copies = stat.landed_units + 2 * stat.merged_units;
+    assert_eq!(stat.flush_read_bytes, copies * PAGE as u64, "{stat:?}");
 }
 
 #[test]
 fn barrier__takes_away_the_pages_that_were_written_and_no_others() {
     for mode in MODES {
         run("counted", 2, mode);
+    }
+}
+
+/// The nodes write words of the same pages in turn, whose home is node 1. Each counts what it has done for that.
+fn turns(session: &Session) {
+    /// Runs of 16 pages and of 4.
+    const PAGES: usize = 20;
+    const HEADER: u64 = 16;
+    const NOTICE: u64 = 8;
+    let mut options = RegionOptions::new((PAGES * PAGE) as u64)
+        .unwrap()
+        .consistency(Consistency::Release);
+    options.homes = Placement::node(1);
+    let region = session.region(&options).unwrap();
+    let words = region.array::<u64>(0, PAGES * PAGE / 8);
+    let mut thread = session.thread(0).unwrap();
+    let node = session.node();
+    // Pages that node 1 has written since the last flush of node 0 are read with their twins.
+    for (step, writer) in (1..).zip([0, 1, 0, 0]) {
+        for page in (0..PAGES).filter(|_| node == writer) {
+            words.set(page * PAGE / 8 + node as usize, step);
+        }
+        thread.barrier(0, all(session, 1)).unwrap();
+        // No acquire finds notices of two steps.
+        thread.barrier(0, all(session, 1)).unwrap();
+    }
+    let pages = PAGES as u64;
+    let acquires = 8;
+    let common = |stat: Stat| Stat {
+        acquires,
+        // Two more of each log with something new.
+        log_reads: acquires + 2 * (4 - stat.releases),
+        log_read_bytes: acquires * HEADER + (4 - stat.releases) * (NOTICE + HEADER),
+        downgrades: stat.releases * pages,
+        messages: 6,
+        ..stat
+    };
+    let expected = match node {
+        0 => common(Stat {
+            write_faults: 2 * pages,
+            upgrade_faults: pages,
+            fetches: 2 * pages,
+            fetched_bytes: 2 * pages * PAGE as u64,
+            invalidations: pages,
+            releases: 3,
+            twins: 3 * pages,
+            flushes_sent: 6,
+            ..Stat::default()
+        }),
+        _ => common(Stat {
+            write_faults: pages,
+            releases: 1,
+            flushes: 6,
+            landed_units: 2 * pages,
+            merged_units: pages,
+            flush_read_bytes: 4 * pages * PAGE as u64,
+            ..Stat::default()
+        }),
+    };
+    let stat = region.stat();
+    // The other node's last acquire may still read this one's log.
+    thread.barrier(0, all(session, 1)).unwrap();
+    assert!(stat.release_wait_ns > 0 && stat.acquire_wait_ns > 0, "{stat:?}");
+    let without_times = Stat {
+        release_wait_ns: 0,
+        acquire_wait_ns: 0,
+        ..stat
+    };
+    assert_eq!(without_times, expected);
+}
+
+#[test]
+fn stat__of_flushes_twins_and_logs_is_exact() {
+    for mode in MODES {
+        run("turns", 2, mode);
     }
 }
 
@@ -297,7 +378,12 @@ fn filled(session: &Session) {
         thread.barrier(0, all(session, 1)).unwrap();
     }
     // Each flush has an answer, and the last round needs none.
-    assert_eq!(region.stat().messages, u64::from(ROUNDS - 1) * RUNS);
+    let (stat, flushes) = (region.stat(), u64::from(ROUNDS - 1) * RUNS);
+    let expected = [(flushes, 0), (0, flushes)][session.node() as usize];
+    assert_eq!(
+        (stat.messages, (stat.flushes_sent, stat.flushes)),
+        (flushes, expected)
+    );
 }
 
 #[test]

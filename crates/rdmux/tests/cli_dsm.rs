@@ -8,6 +8,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use rdmux_dsm::Consistency;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -24,9 +25,9 @@ fn run(args: &[&str]) -> Output {
 }
 
 /// Starts nodes of [`dsm_node`]. Returns their launcher, and the lines that they print.
-fn start_nodes(options: &[&str]) -> (Child, impl Iterator<Item = String> + use<>) {
+fn start_nodes(options: &[&str], consistency: Consistency) -> (Child, impl Iterator<Item = String> + use<>) {
     let mut launcher = dsm(options)
-        .args(dsm_node::command())
+        .args(dsm_node::command(consistency))
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
@@ -65,7 +66,7 @@ fn run__gives_faults_to_all_nodes() {
         lines(&output.stdout),
         ["loss=1%,delay=100000ns..1000000ns,seed=7"; 2]
     );
-    let (mut launcher, mut said) = start_nodes(&["-n", "2", "--fault", fault, "--"]);
+    let (mut launcher, mut said) = start_nodes(&["-n", "2", "--fault", fault, "--"], Consistency::Sequential);
     assert!(said.any(|line| line.contains("READY ")));
     kill_process(Pid::from_child(&launcher), Signal::TERM).unwrap();
     launcher.wait().unwrap();
@@ -173,7 +174,7 @@ fn stat_json(cluster: &str) -> Vec<Value> {
 /// Shows nodes, one that is killed no more, and no run that has ended.
 #[test]
 fn stat__shows_the_nodes_that_run() {
-    let (mut launcher, mut said) = start_nodes(&["-n", "2", "--"]);
+    let (mut launcher, mut said) = start_nodes(&["-n", "2", "--"], Consistency::Sequential);
     let cluster = said.find_map(|line| Some(line.rsplit_once("READY ")?.1.to_owned()));
     let cluster = cluster.unwrap();
     let nodes = stat_json(&cluster);
@@ -211,6 +212,42 @@ fn stat__shows_the_nodes_that_run() {
     assert_eq!(output.status.code(), Some(1));
     let told = lines(&output.stderr);
     assert!(told.len() == 1 && told[0].contains(&cluster), "{told:?}");
+}
+
+/// Node 0 writes a page at home there, and node 1 reads it: between two barriers, each has acquired twice.
+#[test]
+fn stat__of_a_region_with_release_consistency_has_a_table_of_its_own() {
+    let (mut launcher, mut said) = start_nodes(&["-n", "2", "--"], Consistency::Release);
+    let cluster = said.find_map(|line| Some(line.rsplit_once("READY ")?.1.to_owned()));
+    let cluster = cluster.unwrap();
+    let deadline = Instant::now() + LONG;
+    let text = loop {
+        // Node 0 is ready before node 1 has acquired for the last time.
+        let nodes = stat_json(&cluster);
+        let counts = |node: usize, names: &[&str]| -> Vec<u64> {
+            let region = &nodes[node]["regions"][0];
+            let count = |name: &&str| region[*name].as_u64().unwrap();
+            names.iter().map(count).collect()
+        };
+        let rounds = |node| counts(node, &["releases", "acquires"]);
+        if counts(1, &["log_reads"]) == [4] {
+            assert_eq!((rounds(0), rounds(1)), (vec![1, 2], vec![0, 2]), "{nodes:?}");
+            let of_flushes = ["twins", "flushes_sent", "flushes", "flush_read_bytes"];
+            assert_eq!(counts(0, &of_flushes), [0; 4], "{nodes:?}");
+            assert_eq!(counts(1, &["fetches", "invalidations"]), [1, 0], "{nodes:?}");
+            assert_eq!(nodes[0]["regions"][0]["consistency"], "release");
+            break stat(&[&cluster]).stdout;
+        }
+        assert!(Instant::now() < deadline, "{nodes:?}");
+    };
+    let shown = lines(&text);
+    assert_eq!(shown.len(), 13, "{shown:?}");
+    let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    let titles = "node region releases ms acquires ms twins flushes out in landed merged KiB log reads KiB";
+    assert_eq!(words(&shown[7]), words(titles));
+    assert_eq!(words(&shown[9])[..3], ["1", "0", "0"], "{shown:?}");
+    kill_process(Pid::from_child(&launcher), Signal::TERM).unwrap();
+    launcher.wait().unwrap();
 }
 
 #[test]

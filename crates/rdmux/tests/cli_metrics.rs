@@ -315,7 +315,7 @@ fn dsm_run__counts_of_its_nodes() {
         "--",
     ];
     let mut command = rdmux(&home, &of_nodes);
-    command.args(dsm_node::command());
+    command.args(dsm_node::command(rdmux_dsm::Consistency::Sequential));
     let mut serving = Measured::of(command);
     let out = BufReader::new(serving.child.0.stdout.take().unwrap());
     let mut lines = out.lines().map_while(Result::ok);

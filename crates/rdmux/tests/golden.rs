@@ -607,7 +607,7 @@ fn node() {
 #[test]
 fn output__dsm_stat() {
     let home = tempfile::tempdir().unwrap();
-    let (device, node) = (address(19), dsm_node::command());
+    let (device, node) = (address(19), dsm_node::command(rdmux_dsm::Consistency::Sequential));
     // In the first mode that a host allows, the output would depend on the host.
     let mut words = vec![
         "dsm", "run", "-n", "2", "--device", &device, "--faults", "mprotect", "--",

@@ -4,6 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::time::Instant;
 
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{Access as Rights, MemoryRegion, ProtectionDomain, RKey, RemoteBuffer, Sge};
@@ -18,6 +19,7 @@ use crate::region::Pages;
 use crate::release::log::{Reader, Rest};
 use crate::release::{Action, Looked, Node, SLOTS, diff, log, run_max};
 use crate::session::Error;
+use crate::stat::RegionCounter;
 
 /// Memory of a region with release consistency beside its frames. Others read the twins and the log. What is not used takes no memory.
 #[derive(Debug)]
@@ -165,6 +167,30 @@ pub(super) enum ReleaseRead {
     Rest { start: u32, end: u32 },
 }
 
+impl ReleaseRead {
+    /// Counts what has landed, by the bytes of a unit.
+    fn count(self, unit: u64, count: impl Fn(RegionCounter, u64)) {
+        let of_flush = |run: Run| count(RegionCounter::FlushReadBytes, u64::from(run.count) * unit);
+        let of_log = |bytes| {
+            count(RegionCounter::LogReads, 1);
+            count(RegionCounter::LogReadBytes, bytes);
+        };
+        match self {
+            ReleaseRead::Copies { run, .. } => {
+                count(RegionCounter::MergedUnits, run.count.into());
+                of_flush(run);
+            }
+            ReleaseRead::Twins { run, .. } => of_flush(run),
+            ReleaseRead::Frames { run, .. } => {
+                count(RegionCounter::LandedUnits, run.count.into());
+                of_flush(run);
+            }
+            ReleaseRead::Header => of_log(HEADER_LEN as u64),
+            ReleaseRead::Rest { start, end } => of_log(u64::from(end - start)),
+        }
+    }
+}
+
 impl Part {
     fn new(node: Node, shadow: Shadow) -> Part {
         Part {
@@ -253,18 +279,28 @@ impl Coherence {
     }
 }
 
-/// A release or an acquire of all regions: the number of each region and of its round.
-pub(crate) type Rounds = Vec<(u32, u64)>;
+/// A release or an acquire of all regions, which a thread waits for.
+#[derive(Debug)]
+pub(crate) struct Rounds {
+    began: Instant,
+    /// The number of each region and of its round, which is 0 where nothing is to be done.
+    of: Vec<(u32, u64)>,
+}
 
 impl Driver {
     /// Begins something in all regions with release consistency. Of one that is not made the program has no copies, and the log of a node that has not
     /// mapped it cannot be read.
-    fn begin(&mut self, f: impl Fn(&mut Node) -> u64) -> Rounds {
-        let mut rounds = Rounds::new();
+    fn begin(&mut self, counter: RegionCounter, f: impl Fn(&mut Node) -> u64) -> Rounds {
+        let mut rounds = Rounds {
+            began: Instant::now(),
+            of: Vec::new(),
+        };
         for number in 0..self.regions.len() as u32 {
             let is_made = self.region(number).is_some_and(|it| it.is_made);
             if is_made && let Some(part) = self.part(number) {
-                rounds.push((number, f(&mut part.node)));
+                let round = f(&mut part.node);
+                rounds.of.push((number, round));
+                self.sheet.raise_region(number, counter, round);
                 self.decided(number);
             }
         }
@@ -273,12 +309,12 @@ impl Driver {
 
     /// Begins to release all that the threads of this node have written.
     pub(crate) fn begin_release(&mut self) -> Rounds {
-        self.begin(Node::handle_release)
+        self.begin(RegionCounter::Releases, Node::handle_release)
     }
 
     /// Begins to acquire what others have released.
     pub(crate) fn begin_acquire(&mut self) -> Rounds {
-        self.begin(Node::handle_acquire)
+        self.begin(RegionCounter::Acquires, Node::handle_acquire)
     }
 
     /// Returns whether a release has ended.
@@ -288,7 +324,7 @@ impl Driver {
     pub(crate) fn released(&mut self, rounds: &Rounds) -> Result<bool, NodeId> {
         self.carry_out();
         let mut failed = None;
-        for (number, round) in rounds {
+        for (number, round) in &rounds.of {
             let outcome = self
                 .part(*number)
                 .map_or(Some(Ok(())), |part| part.node.released(*round));
@@ -297,6 +333,7 @@ impl Driver {
                 Some(outcome) => failed = failed.or(outcome.err()),
             }
         }
+        self.count_wait(rounds, RegionCounter::ReleaseWaitNs);
         failed.map_or(Ok(true), Err)
     }
 
@@ -305,7 +342,19 @@ impl Driver {
         self.carry_out();
         let has_ended =
             |(number, round): &(u32, u64)| self.part(*number).is_none_or(|part| part.node.acquired(*round));
-        rounds.iter().all(has_ended)
+        let have_ended = rounds.of.iter().all(has_ended);
+        if have_ended {
+            self.count_wait(rounds, RegionCounter::AcquireWaitNs);
+        }
+        have_ended
+    }
+
+    /// Counts the time that a thread has waited.
+    fn count_wait(&self, rounds: &Rounds, counter: RegionCounter) {
+        let time = rounds.began.elapsed().as_nanos() as u64;
+        for (number, _) in rounds.of.iter().filter(|(_, round)| *round > 0) {
+            self.sheet.count_region(*number, counter, time);
+        }
     }
 
     /// Returns this node's part of a region, if that has release consistency.
@@ -332,6 +381,7 @@ impl Driver {
                 Some(Action::Copy { unit }) => {
                     let at = unit * part.shadow.layout.unit;
                     diff::copy(words(&region.pages, at, &part.shadow), part.shadow.words(at));
+                    region.sheet.count_region(number, RegionCounter::Twins, 1);
                     continue;
                 }
                 _ => {}
@@ -438,6 +488,10 @@ impl Driver {
             fetches,
             looks,
         } = &mut **part;
+        if has_landed {
+            let count = |counter, n| region.sheet.count_region(number, counter, n);
+            read.count(shadow.layout.unit, count);
+        }
         if let ReleaseRead::Copies { slot, .. }
         | ReleaseRead::Twins { slot, .. }
         | ReleaseRead::Frames { slot, .. } = read

@@ -12,13 +12,13 @@ use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags, open, statx};
 use rustix::io::Errno;
 
 use super::{
-    EPOCH_AT, GONE_AT, HEAD_WORDS, JOINED_AT, MAGIC, MODE_AT, NAME, NODE_AT, NODES_AT, NodeStat, PAGE_AT,
-    PEER_COUNTS_AT, PORT_AT, PROCESS_AT, PeerStat, REGION_COUNTS_AT, SESSION_AT, Stat, VERSION, VERSION_AT,
-    peer_at, region_at, words,
+    CONSISTENCY_AT, EPOCH_AT, GONE_AT, HEAD_WORDS, JOINED_AT, MAGIC, MODE_AT, NAME, NODE_AT, NODES_AT,
+    NodeStat, PAGE_AT, PEER_COUNTS_AT, PORT_AT, PROCESS_AT, PeerStat, REGION_COUNTS_AT, SESSION_AT, Stat,
+    VERSION, VERSION_AT, peer_at, region_at, words,
 };
 use crate::cluster::{Cluster, NODES_MAX};
 use crate::driver::REGIONS_MAX;
-use crate::session::FaultMode;
+use crate::session::{Consistency, FaultMode};
 
 /// Sheets of a process that are read; more are ignored.
 const SHEETS_MAX: usize = 64;
@@ -55,6 +55,8 @@ pub struct Region {
     pub bytes: u64,
     /// The way by which its faults are answered.
     pub mode: FaultMode,
+    /// The order of accesses of different nodes.
+    pub consistency: Consistency,
     /// Its counts.
     pub counts: Stat,
 }
@@ -249,11 +251,13 @@ pub(super) fn parse(
         let at = region_at(nodes, region);
         let bytes = word(at);
         let mode = FaultMode::of_number(word(at + MODE_AT)).ok_or("a mode of faults");
+        let consistency = Consistency::of_number(word(at + CONSISTENCY_AT)).ok_or("a consistency");
         (bytes > 0).then(|| {
             Ok(Region {
                 number: region as u32,
                 bytes,
                 mode: mode?,
+                consistency: consistency?,
                 counts: Stat::of(|counter| word(at + REGION_COUNTS_AT + counter)),
             })
         })

@@ -38,7 +38,9 @@ fn nodes__have_what_was_counted() {
     sheet.count_call(NodeCounter::LockWaits, Duration::from_nanos(12));
     sheet.count_peer(2, PeerCounter::BellsReceived, 3);
     sheet.count_region(63, RegionCounter::Messages, 9);
-    sheet.add_region(63, 8192, FaultMode::Inline);
+    sheet.raise_region(63, RegionCounter::Acquires, 4);
+    sheet.raise_region(63, RegionCounter::Acquires, 3);
+    sheet.add_region(63, 8192, FaultMode::Inline, Consistency::Release);
     sheet.end_peer(0, 1);
     let all = found(1);
     let [node] = &all[..] else { panic!("{all:?}") };
@@ -60,10 +62,11 @@ fn nodes__have_what_was_counted() {
         number: 63,
         bytes: 8192,
         mode: FaultMode::Inline,
+        consistency: Consistency::Release,
         counts: sheet.region(63),
     };
     assert_eq!(node.regions, [region]);
-    assert_eq!(region.counts.messages, 9);
+    assert_eq!((region.counts.messages, region.counts.acquires), (9, 4));
 }
 
 #[test]
@@ -81,7 +84,8 @@ fn count__of_a_peer_or_region_that_cannot_be() {
     let before = words_of(&sheet);
     sheet.count_peer(3, PeerCounter::Fetches, 1);
     sheet.count_region(REGIONS_MAX as u32, RegionCounter::Fetches, 1);
-    sheet.add_region(u32::MAX, 1, FaultMode::Thread);
+    sheet.raise_region(REGIONS_MAX as u32, RegionCounter::Releases, 1);
+    sheet.add_region(u32::MAX, 1, FaultMode::Thread, Consistency::Release);
     assert_eq!(words_of(&sheet), before);
     assert_eq!(sheet.region(u32::MAX), Stat::default());
 }
@@ -133,7 +137,7 @@ fn nodes__damaged_ones_have_one_line() {
 #[test]
 fn parse__says_which_part_is_wrong() {
     let sheet = Sheet::new(&cluster(1, 5)).unwrap();
-    sheet.add_region(0, 4096, FaultMode::Thread);
+    sheet.add_region(0, 4096, FaultMode::Thread, Consistency::Sequential);
     let whole = words_of(&sheet);
     let own = std::process::id();
     let parsed = |bytes: &[u8]| parse(own, bytes, || own);
@@ -144,7 +148,8 @@ fn parse__says_which_part_is_wrong() {
         bytes
     };
     for (bytes, word) in [
-        (with(VERSION_AT, 2), "version 2"),
+        (with(VERSION_AT, 1), "version 1"),
+        (with(VERSION_AT, VERSION + 1), "version 3"),
         (with(NODES_AT, 0), "number of nodes"),
         (with(NODES_AT, u64::MAX), "number of nodes"),
         (with(NODE_AT, 3), "number of the node"),
@@ -153,6 +158,7 @@ fn parse__says_which_part_is_wrong() {
         (with(peer_at(2) + PORT_AT, 65536), "port"),
         (with(peer_at(0) + GONE_AT, 2), "state"),
         (with(region_at(3, 0) + MODE_AT, 3), "mode of faults"),
+        (with(region_at(3, 0) + CONSISTENCY_AT, 2), "consistency"),
         (with(0, 7), "beginning"),
     ] {
         let error = parsed(&bytes).unwrap_err().to_string();

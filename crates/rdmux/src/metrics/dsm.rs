@@ -79,7 +79,7 @@ fn name_of(prefix: &str, count: &Count) -> String {
 #[cfg(test)]
 pub(super) mod tests {
     use rdmux_dsm::stat::{NodeStat, Peer, PeerStat, Region};
-    use rdmux_dsm::{FaultMode, Stat};
+    use rdmux_dsm::{Consistency, FaultMode, Stat};
 
     use super::*;
 
@@ -108,8 +108,11 @@ pub(super) mod tests {
                 number: 2,
                 bytes: 8192,
                 mode: FaultMode::Inline,
+                consistency: Consistency::Release,
                 counts: Stat {
                     read_faults: 5,
+                    acquire_wait_ns: 250_000_000,
+                    log_read_bytes: 24,
                     ..Stat::default()
                 },
             }],
@@ -128,6 +131,8 @@ pub(super) mod tests {
             "rdmux_dsm_region_bytes{node=\"1\",region=\"2\"} 8192",
             "rdmux_dsm_barrier_wait_seconds_total{node=\"1\"} 1.5",
             "rdmux_dsm_read_faults_total{node=\"0\",region=\"2\"} 5",
+            "rdmux_dsm_acquire_wait_seconds_total{node=\"1\",region=\"2\"} 0.25",
+            "rdmux_dsm_log_read_bytes_total{node=\"1\",region=\"2\"} 24",
             "rdmux_dsm_peer_messages_sent_total{node=\"1\",peer=\"0\"} 7",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} in {text}");

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 
 use anyhow::{Result, anyhow, bail};
+use rdmux_dsm::Consistency;
 use rdmux_dsm::stat::{self, Count, Node, Unit};
 use serde_json::{Map, Value, json};
 
@@ -15,17 +16,25 @@ use crate::output::{self, Align};
 /// that threads of the program have handled while they waited (stage 1), and those that the service thread has (stage 2); calls of threads,
 /// and the time that they took, in ms. The second one has a line for each region of a node: faults of reads, of writes to pages that could not be read either,
 /// and of writes to pages that could (upgrades); pages that were fetched from other nodes, and their KiB; pages that other nodes had to give up (invalidations) or
-/// must not write any more (downgrades) since this node as their home asked for that (out), and those of this node (in). The third one has what has gone
+/// must not write any more (downgrades) since this node as their home asked for that (out), and those of this node (in). The last one has what has gone
 /// between a node and each other one; recalls are invalidations and downgrades. All counts are since the node has joined.
+///
+/// With release consistency, invalidations (in) are copies that acquires have taken away, and downgrades (in) are pages that releases have protected. Such regions
+/// have a further table: releases and acquires, and the time that threads have waited for them, in ms; twins, which are copies of pages before they were
+/// written; flushes to homes (out), and those of others that this node has carried out as a home (in); pages of these that were read straight into its
+/// own pages (landed), and those that were read with their twins (merged), and the KiB of both; RDMA READs of the logs of other nodes, and their KiB.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 JSON: an array of objects, one for each node: cluster (address of node 0), node, nodes, address,
 pid, comm, seconds (since it has joined), epoch (nodes that are gone), page_bytes, stage_1_events,
 stage_2_events, lock_waits, lock_wait_ns, barrier_waits, barrier_wait_ns, condition_waits,
 condition_wait_ns, word_calls, word_call_ns, and
-  regions  an array of region, bytes, faults (thread, inline or mprotect), read_faults,
-           write_faults, upgrade_faults, fetches, fetched_bytes, invalidations_sent,
-           downgrades_sent, invalidations, downgrades, messages
+  regions  an array of region, bytes, faults (thread, inline or mprotect), consistency
+           (sequential or release), read_faults, write_faults, upgrade_faults, fetches,
+           fetched_bytes, invalidations_sent, downgrades_sent, invalidations, downgrades,
+           messages; with release consistency alone not 0: releases, release_wait_ns,
+           acquires, acquire_wait_ns, twins, flushes_sent, flushes, landed_units,
+           merged_units, flush_read_bytes, log_reads, log_read_bytes
   peers    an array of node, address, gone, messages_sent, messages_received, bells_sent,
            bells_received, fetches, fetched_bytes, recalls_sent, recalls_received")]
 pub(crate) struct Args {
@@ -64,6 +73,22 @@ const REGION: &Columns = &[
     ("downgrades out", "downgrades_sent"),
     ("in", "downgrades"),
     ("messages", "messages"),
+];
+
+/// Those that only regions with release consistency have.
+const RELEASE: &Columns = &[
+    ("releases", "releases"),
+    ("ms", "release_wait_ns"),
+    ("acquires", "acquires"),
+    ("ms", "acquire_wait_ns"),
+    ("twins", "twins"),
+    ("flushes out", "flushes_sent"),
+    ("in", "flushes"),
+    ("landed", "landed_units"),
+    ("merged", "merged_units"),
+    ("KiB", "flush_read_bytes"),
+    ("log reads", "log_reads"),
+    ("KiB", "log_read_bytes"),
 ];
 
 const PEER: &Columns = &[
@@ -121,6 +146,7 @@ fn to_json(comm: Option<&str>, node: &Node) -> Value {
             "region": region.number,
             "bytes": region.bytes,
             "faults": region.mode.to_string(),
+            "consistency": region.consistency.to_string(),
         });
         object(own, &mut region.counts.iter())
     });
@@ -158,7 +184,7 @@ fn cluster(nodes: &[(Option<String>, Node)]) -> String {
     let all = nodes.first().map_or(0, |(_, node)| node.peers.len());
     let address = address.map(|it| it.to_string()).unwrap_or_default();
     let title = format!("cluster {address}: {} of {all} nodes on this host", nodes.len());
-    let (mut own, mut regions, mut peers) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut own, mut regions, mut releases, mut peers) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for (comm, node) in nodes {
         let number = node.number.to_string();
         let cells = [
@@ -177,6 +203,10 @@ fn cluster(nodes: &[(Option<String>, Node)]) -> String {
                 region.mode.to_string(),
             ];
             regions.push(with(cells, REGION, &mut region.counts.iter()));
+            if region.consistency == Consistency::Release {
+                let cells = [number.clone(), region.number.to_string()];
+                releases.push(with(cells, RELEASE, &mut region.counts.iter()));
+            }
         }
         for (other, peer) in others(node) {
             let cells = [
@@ -211,6 +241,8 @@ fn cluster(nodes: &[(Option<String>, Node)]) -> String {
         ("faults", Left),
     ];
     add(&first, REGION, &regions);
+    let first = [("node", Right), ("region", Right)];
+    add(&first, RELEASE, &releases);
     let first = [
         ("node", Right),
         ("peer", Right),
@@ -269,9 +301,10 @@ mod tests {
 
     #[test]
     fn columns__show_each_count_once() {
+        let region = [REGION, RELEASE].concat();
         for (columns, names) in [
             (NODE, names(NodeStat::default().iter())),
-            (REGION, names(Stat::default().iter())),
+            (&region, names(Stat::default().iter())),
             (PEER, names(PeerStat::default().iter())),
         ] {
             let shown: BTreeSet<&str> = columns.iter().map(|(_, name)| *name).collect();
