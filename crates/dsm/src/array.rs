@@ -54,8 +54,15 @@ impl Number for f64 {
     }
 }
 
+/// An integer of 64 bits.
+pub trait Integer: Number {}
+
+impl Integer for u64 {}
+
+impl Integer for i64 {}
+
 /// An array of numbers in a region. Each access to one of them is that of an atomic of relaxed order: barriers and locks order them between
-/// threads.
+/// threads. [`fetch_add`](Array::fetch_add) and [`compare_exchange`](Array::compare_exchange) are of sequentially consistent order.
 #[derive(Clone, Copy, Debug)]
 pub struct Array<'a, T> {
     region: &'a Region<'a>,
@@ -163,5 +170,43 @@ impl<'a, T: Number> Array<'a, T> {
         );
         let byte = |element: usize| self.offset + 8 * element as u64;
         byte(elements.start)..byte(elements.end)
+    }
+}
+
+impl<T: Integer> Array<'_, T> {
+    /// Adds to an element, wrapping, and returns its value before. In a region with [`Consistency::Sequential`] that is atomic between all threads of all
+    /// nodes. With [`Consistency::Release`] it is atomic between the threads of this node alone: what other nodes add at the same time may be lost, so
+    /// nodes count by [`Thread::fetch_add`] there.
+    ///
+    /// # Panics
+    /// If there is no such element.
+    ///
+    /// [`Consistency::Sequential`]: crate::Consistency::Sequential
+    /// [`Consistency::Release`]: crate::Consistency::Release
+    /// [`Thread::fetch_add`]: crate::Thread::fetch_add
+    #[inline]
+    pub fn fetch_add(&self, index: usize, value: T) -> T {
+        // Integers with a sign wrap as those without.
+        T::of_bits(self.words[index].fetch_add(value.to_bits(), Ordering::SeqCst))
+    }
+
+    /// Sets an element to `new` if it is `current`, atomically as [`fetch_add`](Array::fetch_add) does, and returns its value before. It needs the right to
+    /// write also where nothing is set.
+    ///
+    /// # Errors
+    /// The element has another value, which is returned.
+    ///
+    /// # Panics
+    /// If there is no such element.
+    #[inline]
+    pub fn compare_exchange(&self, index: usize, current: T, new: T) -> Result<T, T> {
+        let word = &self.words[index];
+        let outcome = word.compare_exchange(
+            current.to_bits(),
+            new.to_bits(),
+            Ordering::SeqCst,
+            Ordering::SeqCst,
+        );
+        outcome.map(T::of_bits).map_err(T::of_bits)
     }
 }

@@ -37,7 +37,7 @@ mod thread;
 pub mod trace;
 mod window;
 
-pub use array::{Array, Number};
+pub use array::{Array, Integer, Number};
 pub use cluster::{Cluster, ClusterError, FileError, HostError, NODES_MAX};
 pub use driver::REGIONS_MAX;
 pub use geometry::{UNIT_BYTES_MAX, UNIT_BYTES_MIN};

@@ -19,6 +19,7 @@ fn node() {
         ("locked", locked),
         ("exchanged", exchanged),
         ("atomic", atomic),
+        ("added", added),
         ("gathered", gathered),
         ("queue", queue),
         ("ranges", ranges),
@@ -33,6 +34,41 @@ fn region(session: &Session, pages: usize) -> Region<'_> {
 
 fn all(session: &Session, threads: u32) -> NonZeroU32 {
     NonZeroU32::new(session.nodes() * threads).unwrap()
+}
+
+/// Two threads of each node add to elements of one page without a lock.
+fn added(session: &Session) {
+    const ROUNDS: u64 = 200;
+    let region = region(session, 1);
+    let (counts, balances) = (region.array::<u64>(0, 2), region.array::<i64>(16, 1));
+    let add = |number| {
+        let mut thread = session.thread(number).unwrap();
+        thread.barrier(0, all(session, 2)).unwrap();
+        for _ in 0..ROUNDS {
+            counts.fetch_add(0, 1);
+            balances.fetch_add(0, -3);
+            let mut before = counts.get(1);
+            while let Err(found) = counts.compare_exchange(1, before, before + 2) {
+                before = found;
+            }
+        }
+        thread.barrier(0, all(session, 2)).unwrap();
+        let sum = u64::from(2 * session.nodes()) * ROUNDS;
+        assert_eq!((counts.get(0), counts.get(1)), (sum, 2 * sum));
+        let balance = -3 * sum.cast_signed();
+        assert_eq!(balances.compare_exchange(0, balance + 1, 5), Err(balance));
+        thread.barrier(0, all(session, 2)).unwrap();
+    };
+    in_threads(0..2, add);
+}
+
+#[test]
+fn fetch_add__and_compare_exchange_of_an_element_lose_nothing_between_nodes() {
+    for mode in MODES {
+        for nodes in 1..=2 {
+            run("added", nodes, mode);
+        }
+    }
 }
 
 /// Two threads of each node add to words of several pages under a lock.

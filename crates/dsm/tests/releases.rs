@@ -30,6 +30,7 @@ fn node() {
         ("queue", queue),
         ("counted", counted),
         ("turns", turns),
+        ("added", added),
         ("filled", filled),
         ("homeless", homeless),
         ("unlocked", unlocked),
@@ -213,6 +214,41 @@ fn locked(session: &Session) {
 fn lock__of_one_word_does_not_lose_writes_to_its_neighbours() {
     for mode in MODES {
         run("locked", 3, mode);
+    }
+}
+
+/// Two threads of each node add to the node's elements, which share a page with those of the other node, and release meanwhile.
+fn added(session: &Session) {
+    const ROUNDS: u64 = 200;
+    let region = region(session, 1);
+    let words = region.array::<u64>(0, 2 * session.nodes() as usize);
+    let node = session.node() as usize;
+    let work = |number: u16| {
+        let mut thread = session.thread(number).unwrap();
+        for round in 0..ROUNDS {
+            words.fetch_add(2 * node, 1);
+            let mut before = words.get(2 * node + 1);
+            while let Err(found) = words.compare_exchange(2 * node + 1, before, before + 2) {
+                before = found;
+            }
+            if round % 20 == 0 {
+                thread.release().unwrap();
+            }
+        }
+        thread.barrier(0, all(session, 2)).unwrap();
+        for node in 0..session.nodes() as usize {
+            let sums = (words.get(2 * node), words.get(2 * node + 1));
+            assert_eq!(sums, (2 * ROUNDS, 4 * ROUNDS), "node {node}");
+        }
+        thread.barrier(0, all(session, 2)).unwrap();
+    };
+    in_threads(0..2, work);
+}
+
+#[test]
+fn fetch_add__and_compare_exchange_lose_nothing_between_threads_of_a_node() {
+    for mode in MODES {
+        run("added", 2, mode);
     }
 }
 
