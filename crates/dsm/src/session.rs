@@ -20,6 +20,7 @@ use rdmux_key::random_nonce;
 use rdmux_memory::mapping::PlaceError;
 use rdmux_runtime::Waiting;
 use rdmux_verbs::provider::Waker;
+use rdmux_verbs::thread::shorten_slice;
 use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{Fault, ProtectionDomain};
 use rdmux_wire::dsm::joining::{Joining, Step};
@@ -742,7 +743,11 @@ impl Shared {
     ) -> Result<R, E> {
         // In a thread that ends, there may be none any more.
         let waiting = kind.try_with(RefCell::take).ok().flatten();
-        let waiting = waiting.unwrap_or_else(|| Waiting::chained(self.wait_mode, WAKES + 1));
+        let waiting = waiting.unwrap_or_else(|| {
+            // It is woken for each thing that comes, beside programs that compute.
+            shorten_slice();
+            Waiting::chained(self.wait_mode, WAKES + 1)
+        });
         let mut gaps = Gaps::new(waiting);
         let result = self.turns.wait(&mut gaps, done);
         let _ = kind.try_with(|kept| kept.replace(Some(gaps.waiting)));
