@@ -313,7 +313,7 @@ fn hostile__node_that_does_not_settle_has_to_leave() {
 type Release = fn(&mut Foe, u32);
 
 /// A message of a region with release consistency that a node has to leave for, and a word of the error of the node that it is sent to.
-const RELEASES: [(&str, Release, &str); 14] = [
+const RELEASES: [(&str, Release, &str); 15] = [
     (
         "a wish for a right",
         |foe, to| foe.say(to, 0, to.into(), Body::Ask(Right::Exclusive)),
@@ -345,7 +345,12 @@ const RELEASES: [(&str, Release, &str); 14] = [
     (
         "a home",
         |foe, to| foe.say(to, 0, HOSTILE.into(), Body::Home(id(HOSTILE))),
-        "asked for",
+        "another home",
+    ),
+    (
+        "a wish for a home",
+        |foe, to| foe.say(to, 0, to.into(), Body::Locate),
+        "another home",
     ),
     (
         "the end of a flush to another home",
