@@ -777,7 +777,9 @@ impl Driver {
                     self.take_last_frames(node.number());
                     if let Some(peer) = self.peer(node.number()) {
                         // Nothing of this node can be read by it from now on.
-                        peer.link = None;
+                        if let Some(link) = peer.link.take() {
+                            link.end();
+                        }
                         peer.held.clear();
                         if let Some(teller) = told_by {
                             peer.loss.get_or_insert(Loss::LostBy(teller));

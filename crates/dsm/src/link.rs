@@ -8,6 +8,7 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
 
 use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::thread::spawn;
 use rdmux_verbs::{
     Access, CompletionQueue, ConnectError, Connection, CreateError, Memory, MemoryRegion, PostError,
     ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest, RegisterError, RemoteBuffer, SendRequest, Sge,
@@ -240,6 +241,14 @@ pub(crate) struct Link {
 }
 
 impl Link {
+    /// Ends the link: from now on the node begins no access to memory of this one. It may be in the middle of one, for ever if it is stopped, so a
+    /// thread of its own waits for that, and keeps the memory until then.
+    pub(crate) fn end(self) {
+        self.qp.cut_off();
+        // Where the system refuses a thread, this one waits.
+        let _ = spawn("dsm-link", move || drop(self));
+    }
+
     /// Sends a message, now or when there is room.
     pub(crate) fn send(&mut self, message: [u8; MESSAGE_LEN]) -> Result<(), LinkError> {
         self.waiting.push_back(message);

@@ -75,6 +75,16 @@ impl QueuePair {
         })
     }
 
+    /// Ends all use of the queue pair but the accesses of peers that are in progress. Returns those of the device.
+    fn end(&self) -> Vec<InProgress> {
+        self.device.with(|core, now| {
+            core.say_last(now, self.qpn);
+            core.rnic.retire_qp(now, self.qpn);
+            core.qp_errors.remove(&self.qpn);
+            core.withdraw_accesses(now, self.qpn)
+        })
+    }
+
     /// Waits until no peer accesses memory that was granted for the queue pair, and until the device's accesses for it have ended.
     fn wait_for_peers(&self, accesses: Vec<InProgress>) {
         let stays = self.device.lock().links.stays_of_qp(self.qpn);
@@ -155,13 +165,12 @@ impl provider::QueuePair for QueuePair {
     }
 
     fn retire(&self) {
-        let accesses = self.device.with(|core, now| {
-            core.say_last(now, self.qpn);
-            core.rnic.retire_qp(now, self.qpn);
-            core.qp_errors.remove(&self.qpn);
-            core.withdraw_accesses(now, self.qpn)
-        });
+        let accesses = self.end();
         self.wait_for_peers(accesses);
+    }
+
+    fn cut_off(&self) {
+        self.end().into_iter().for_each(InProgress::wait);
     }
 
     fn query(&self) -> Option<QpInfo> {

@@ -914,6 +914,13 @@ impl QueuePair {
         self.forget_completions();
     }
 
+    /// As [`QueuePair::retire`], but returns while accesses of peers are in progress to memory that they were given. They begin no others; the end of the
+    /// queue pair waits for them.
+    pub fn cut_off(&self) {
+        self.provided().cut_off();
+        self.forget_completions();
+    }
+
     /// Returns what is known about it.
     pub fn query(&self) -> Option<QpInfo> {
         self.provided().query()

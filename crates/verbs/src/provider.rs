@@ -358,6 +358,11 @@ pub trait QueuePair: Any + Debug + Send + Sync {
     /// See [`crate::QueuePair::retire`].
     fn retire(&self);
 
+    /// See [`crate::QueuePair::cut_off`].
+    fn cut_off(&self) {
+        self.retire();
+    }
+
     /// See [`crate::QueuePair::query`].
     fn query(&self) -> Option<QpInfo>;
 

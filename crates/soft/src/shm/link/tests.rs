@@ -988,6 +988,23 @@ fn revoke__waits_for_a_peer_whose_link_has_ended() {
     });
 }
 
+/// A stopped peer is inside for as long as it is stopped.
+#[test]
+fn cut_off__ends_the_grants_of_peers_without_waiting_for_one_that_is_inside() {
+    let mut honest = Honest::new([127, 0, 1, 181], [127, 0, 1, 182]);
+    let forger = Forger::new([127, 0, 1, 183], 3);
+    let end = HonestEnd::new(honest.device());
+    let peer = GrantedTo::new(&forger, &end);
+    peer.qp.cut_off();
+    assert!(peer.has_ended());
+    assert_eq!(peer.stays(honest.device()), 1);
+    honest.check();
+    // The end of the queue pair waits for it.
+    revocation::leave(&peer.words(), PLACE, peer.entry);
+    assert_eq!(peer.stays(honest.device()), 0);
+    assert_eq!(peer.enter(), None);
+}
+
 /// Asks for a region, and returns the grant.
 fn ask_for(peer: &GrantedTo, forger: &Forger, rkey: RKey) -> Offer {
     let (of, by) = (peer.qp.qpn(), forger.qpn());
