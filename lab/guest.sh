@@ -50,10 +50,11 @@ finish() {
 
 # A test that fails ends its programs and its losses: the tests after it need the ports, and a link that loses nothing.
 clean_up() {
-  local left
-  left=$(jobs -p)
-  [ -z "$left" ] || kill -KILL $left 2>/dev/null || true
-  [ ! -e /sys/class/net/ifb1 ] || lose_nothing
+  # A program in n2 is the child of a job.
+  kill -KILL $(jobs -p) $(ip netns pids n2 2>/dev/null) 2>/dev/null || true
+  wait
+  # Each of its steps, also if another one fails.
+  [ ! -e /sys/class/net/ifb1 ] || lose_nothing || true
 }
 trap '[ $? = 0 ] || clean_up' EXIT
 

@@ -123,8 +123,8 @@ static void releases(struct rdmux_dsm_thread *thread)
 		/* Each barrier acquires, and every other one has something to release. */
 		CHECK(rdmux_dsm_region_stat(region, &stat) == 0);
 		CHECK(stat.releases == 4 && stat.acquires == 8 && stat.reserved[0] == 0);
-		/* Other nodes are the homes of some pages, which they are not for few units by hash. */
-		CHECK(i == 2 || ((stat.twins > 0) == (nodes > 1) && (stat.flushes_sent > 0) == (nodes > 1)));
+		/* Other nodes are the homes of some pages, which they need not be for few units by hash, or where one node has touched all first. */
+		CHECK(i > 0 || ((stat.twins > 0) == (nodes > 1) && (stat.flushes_sent > 0) == (nodes > 1)));
 		CHECK((stat.flushes > 0) == (stat.landed_units + stat.merged_units > 0));
 		CHECK((stat.log_read_bytes > 0) == (nodes > 1));
 	}

@@ -794,6 +794,15 @@ impl Driver {
         }
     }
 
+    /// Ends all links.
+    pub(crate) fn end_links(&mut self) {
+        for peer in &mut self.peers {
+            if let Some(link) = peer.link.take() {
+                link.end();
+            }
+        }
+    }
+
     /// Ends the reads from a node, which have no completions any more.
     fn end_pulls(&mut self, from: u32) {
         for index in 0..self.pulls.len() as u32 {

@@ -241,12 +241,13 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    /// Ends the link: from now on the node begins no access to memory of this one. It may be in the middle of one, for ever if it is stopped, so a
-    /// thread of its own waits for that, and keeps the memory until then.
+    /// Ends the link: from now on the node begins no access to memory of this one. If the node is in the middle of writing into the ring, for ever if it
+    /// is stopped, a thread waits for that and keeps the ring until then.
     pub(crate) fn end(self) {
-        self.qp.cut_off();
-        // Where the system refuses a thread, this one waits.
-        let _ = spawn("dsm-link", move || drop(self));
+        if self.qp.cut_off() {
+            // This thread waits if the system refuses another one.
+            let _ = spawn("dsm-link", move || drop(self));
+        }
     }
 
     /// Sends a message, now or when there is room.

@@ -85,6 +85,8 @@
 //! - A home may still store a flush of the node when others know that it is gone. So each node that has heard of an epoch, and stores nothing more of
 //!   nodes that are gone by then, tells this to all others (*Settled*), and acquires of an epoch wait for that of all members. Who has then got the lock
 //!   of a node that is gone reads what stays of its writes, and no more of them comes after its own.
+//! - A unit whose *registrar* is gone is poisoned at the nodes that it has not answered. One of them may be the home for others, which go on: its frame
+//!   serves, and its own program cannot use the unit.
 //! - Units whose *home* is gone are poisoned at their next fault. Copies stay as they are until the next acquire. A release that has such units to flush
 //!   poisons them, and fails with the name of the home.
 //!
@@ -94,7 +96,7 @@
 //!
 //! A node stores the units that its program has and those of them that are written. Of the units whose home it is it stores those that were ever written, with
 //! the last writer, and at most one flush of each unit and node. If the first touch makes the homes, it stores those that it knows: of units that it has
-//! located, and of those whose registrar it is.
+//! located, and of those whose registrar it is; and a member can make it store a last writer and a flush of each unit.
 
 pub(crate) mod diff;
 mod flushes;
@@ -127,6 +129,9 @@ pub fn run_max(unit_bytes: u64) -> u32 {
 
 /// Number of a release of nothing.
 const NOTHING: u64 = 0;
+
+/// Number of the requests for homes; those of flushes are the numbers of releases, from 1 on.
+const LOCATE: u64 = 0;
 
 /// A task of the driver, which carries all out in their order. Further events may come before it has carried out those of the last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -654,14 +659,17 @@ impl Node {
     /// Returns the homes that this node waits for, each with the first unit of a run, and the registrars. One that stays among them longer than the
     /// driver allows for is to be expelled.
     pub fn waits(&self) -> impl Iterator<Item = Wait> {
-        let request = (self.peers.own(), self.releases.begun());
-        let homes = self
-            .sent
-            .keys()
-            .filter_map(|unit| Some((*unit, self.home(*unit)?)));
-        let registrars = self.locating.iter().map(|unit| (*unit, self.homes.of(*unit)));
-        let waits = homes.chain(registrars);
-        waits.map(move |(unit, node)| Wait { unit, request, node })
+        let (own, round) = (self.peers.own(), self.releases.begun());
+        let home = move |unit: &u64| Some((*unit, round, self.home(*unit)?));
+        // They belong to no release: it is one wait for the driver, whatever begins and ends meanwhile.
+        let registrar = |unit: &u64| (*unit, LOCATE, self.homes.of(*unit));
+        let homes = self.sent.keys().filter_map(home);
+        let waits = homes.chain(self.locating.iter().map(registrar));
+        waits.map(move |(unit, number, node)| Wait {
+            unit,
+            request: (own, number),
+            node,
+        })
     }
 
     /// Returns the nodes that an acquire waits for, each with the epoch by which they have to have settled. The same goes for them.
@@ -778,7 +786,7 @@ impl Node {
         }
         self.set(unit, State::Locating, Some(access));
         self.locating.insert(unit);
-        self.post(registrar, unit, 0, Body::Locate);
+        self.post(registrar, unit, LOCATE, Body::Locate);
     }
 
     /// Lets the program access a unit whose contents are there.

@@ -623,6 +623,24 @@ fn handle_fault__where_the_home_is_not_known_asks_the_registrar() {
     assert_eq!(take(&mut node, (1, 0), unit, Body::Home(id(0))), [protect]);
 }
 
+/// Otherwise the limit of that wait would begin again with each release.
+#[test]
+fn waits__for_a_registrar_stay_the_same_while_releases_begin_and_end() {
+    let mut node = locating(0, Access::Read);
+    let before: Vec<_> = node.waits().collect();
+    node.handle_fault(1, Access::Write);
+    actions(&mut node);
+    take(&mut node, (1, 0), 1, Body::Home(id(2)));
+    node.handle_pulled(1, 0, true);
+    actions(&mut node);
+    let round = node.handle_release();
+    let (_, task) = compared(&actions(&mut node));
+    assert_eq!(node.waits().collect::<Vec<_>>(), before);
+    node.handle_compared(task, &[false]);
+    assert_eq!(node.released(round), Some(Ok(())));
+    assert_eq!(node.waits().collect::<Vec<_>>(), before);
+}
+
 #[test]
 fn handle_message__of_nodes_that_do_not_know_the_home_names_the_first_of_them() {
     let mut node = touched(0);

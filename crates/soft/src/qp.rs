@@ -169,8 +169,9 @@ impl provider::QueuePair for QueuePair {
         self.wait_for_peers(accesses);
     }
 
-    fn cut_off(&self) {
+    fn cut_off(&self) -> bool {
         self.end().into_iter().for_each(InProgress::wait);
+        !self.device.lock().links.stays_of_qp(self.qpn).is_empty()
     }
 
     fn query(&self) -> Option<QpInfo> {

@@ -914,11 +914,12 @@ impl QueuePair {
         self.forget_completions();
     }
 
-    /// As [`QueuePair::retire`], but returns while accesses of peers are in progress to memory that they were given. They begin no others; the end of the
-    /// queue pair waits for them.
-    pub fn cut_off(&self) {
-        self.provided().cut_off();
+    /// As [`QueuePair::retire`], but does not wait for accesses of peers that are in progress to memory that they were given, and returns whether there
+    /// are some. They begin no others; the end of the queue pair waits for them.
+    pub fn cut_off(&self) -> bool {
+        let has_peers_inside = self.provided().cut_off();
         self.forget_completions();
+        has_peers_inside
     }
 
     /// Returns what is known about it.

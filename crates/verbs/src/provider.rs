@@ -358,9 +358,10 @@ pub trait QueuePair: Any + Debug + Send + Sync {
     /// See [`crate::QueuePair::retire`].
     fn retire(&self);
 
-    /// See [`crate::QueuePair::cut_off`].
-    fn cut_off(&self) {
+    /// See [`crate::QueuePair::cut_off`]. For a provider whose [`QueuePair::retire`] waits for no peer this is enough.
+    fn cut_off(&self) -> bool {
         self.retire();
+        false
     }
 
     /// See [`crate::QueuePair::query`].
